@@ -175,7 +175,10 @@ class Client:
             source = aiter(original(*args, **options))
             try:
                 # A stream outside of an episode takes the same loop: an asynchronous generator has no `yield from`.
-                while (part := await (anext(source, None) if call is None else step_async(call, source))) is not None:
+                while True:
+                    part = await anext(source, None) if call is None else await step_async(call, source)
+                    if part is None:
+                        break
                     if call is not None:
                         self._add_part(call, parts, part)
                     yield part

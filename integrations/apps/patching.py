@@ -67,8 +67,8 @@ def record_tools(base: Any, *names: str, without: Sequence[str] = ()) -> None:
     each_subclass(base, wrap)
 
 
-def cache_left_aside() -> bool:
-    """Whether a cache of the application must be neither read nor written here; counts each time.
+def bypasses_cache() -> bool:
+    """Whether the present episode must neither read nor write a cache of the application. If so, it counts a warning.
 
     An answer of a policy (or of a dry run) is a sample of one version: no other sample, and no later run of the
     application, may get it. An answer to edited prompts must not be cached as an answer to the original ones.
@@ -84,11 +84,11 @@ def cache_left_aside() -> bool:
     return True
 
 
-def unless_left_aside(original: Any) -> Any:
-    """Wrap a method that reads or writes a cache: it returns None while the cache must not be used."""
+def unless_bypassed(original: Any) -> Any:
+    """Wrap a method that reads or writes a cache: it returns None in an episode that bypasses the cache."""
 
     def use(self: Any, *args: Any, **options: Any) -> Any:
-        return None if cache_left_aside() else original(self, *args, **options)
+        return None if bypasses_cache() else original(self, *args, **options)
 
     return use
 

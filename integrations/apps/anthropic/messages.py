@@ -24,7 +24,7 @@ _FINISHES = {**{reason: finish for finish, reason in _REASONS.items()}, "interru
 _GROWING = {"text_delta": "text", "thinking_delta": "thinking"}
 
 
-def message_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict[str, Any]:
+def message_of(call: LiveCall, answer: Answer, request_body: Mapping[str, Any]) -> dict[str, Any]:
     """The Message of an answer: its reasoning, its text, its tool calls."""
     candidate = answer.candidates[answer.chosen]
     used = {"input_tokens": answer.usage.prompt_tokens, "output_tokens": len(candidate.token_ids)}
@@ -59,7 +59,7 @@ def _answer_blocks(call: LiveCall, message: Mapping[str, Any]) -> Iterator[dict[
         yield {"type": "tool_use", "id": name, "name": function.get("name"), "input": msgspec.json.decode(arguments)}
 
 
-def to_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
+def to_events(message: Mapping[str, Any], request_body: Mapping[str, Any]) -> bytes:
     """The events that a provider sends for a Message, in its order."""
     begun = {**message, "content": [], "stop_reason": None, "usage": {**message["usage"], "output_tokens": 0}}
     events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
@@ -166,7 +166,7 @@ class MessageStream:
         return message
 
 
-def _keep_call_arguments(call: LiveCall, asked: Mapping[str, Any], message: Mapping[str, Any]) -> None:
+def _keep_call_arguments(call: LiveCall, request_body: Mapping[str, Any], message: Mapping[str, Any]) -> None:
     """Remember the arguments of tool calls as the model wrote them. Later requests contain them as objects only."""
     for tool in assistant_of(message.get("content") or ()).get("tool_calls", ()):
         if arguments_in(call.episode).get(str(tool["id"])) is None:
@@ -176,71 +176,75 @@ def _keep_call_arguments(call: LiveCall, asked: Mapping[str, Any], message: Mapp
 ENTRIES = 100_000
 BYTES = 8 << 20
 """Limits for the remembered arguments of one episode: number of tool calls, and bytes of all."""
-_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier", "thinking")
 _PLAIN_TOOL = (None, "custom")
 _FORGOTTEN = (
     f"The arguments of one episode's tool calls take more than {BYTES >> 20} MiB: the least recently used are "
     "forgotten. A later prompt may have them in another spelling than the model's."
 )
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_UNANSWERED = {
+_PROVIDER_ONLY = {
     "mcp_servers": "MCP servers that the provider calls",
     "container": "a container of the provider's",
     "context_management": "context management by the provider",
 }
 
 
-def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
-    """A Messages request as a chat request, and a text that names its features that only a provider can serve.
+def to_chat_request(request_body: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
+    """A Messages request as a chat request, and a text with its features that only a provider can serve.
 
     The system text becomes the first message. Parameters without a counterpart keep their names. The text is empty if a
     policy can serve everything. Raises ValueError for a content that is neither text nor a list of blocks.
     """
     translated = ("system", "messages", "stop_sequences", "tools", "tool_choice", "output_config", "output_format")
-    body = {name: asked[name] for name in _SAME if name in asked}
-    body |= {name: value for name, value in asked.items() if name not in _SAME and name not in translated}
-    system = [{"role": "system", "content": text_of(asked["system"])}] if asked.get("system") else []
-    body["messages"] = [*system, *messages_of(asked.get("messages") or (), arguments_in(episode))]
-    body["api"] = "messages"
-    if body["messages"] and body["messages"][-1]["role"] == "assistant":
-        body[CONTINUE] = True  # a prefill: the reply continues this text
-    if asked.get("stop_sequences"):
-        body["stop"] = asked["stop_sequences"]
-    if asked.get("tools"):
-        body["tools"] = [_chat_tool(tool) for tool in asked["tools"]]
-    if choice := asked.get("tool_choice"):
+    chat = {name: value for name, value in request_body.items() if name not in translated}
+    chat["messages"] = messages_of(request_body.get("messages") or (), arguments_in(episode))
+    if request_body.get("system"):
+        chat["messages"].insert(0, {"role": "system", "content": text_of(request_body["system"])})
+    chat["api"] = "messages"
+    if chat["messages"] and chat["messages"][-1]["role"] == "assistant":
+        chat[CONTINUE] = True  # a prefill: the reply continues this text
+    if request_body.get("stop_sequences"):
+        chat["stop"] = request_body["stop_sequences"]
+    if request_body.get("tools"):
+        chat["tools"] = [_chat_tool(tool) for tool in request_body["tools"]]
+    if choice := request_body.get("tool_choice"):
         named = {"type": "function", "function": {"name": choice.get("name")}}
-        body["tool_choice"] = _CHOICES.get(choice.get("type"), named)
+        chat["tool_choice"] = _CHOICES.get(choice.get("type"), named)
         if choice.get("disable_parallel_tool_use"):
-            body["parallel_tool_calls"] = False
-    output = asked.get("output_config") or {}
-    if form := output.get("format") or asked.get("output_format"):
+            chat["parallel_tool_calls"] = False
+    output = request_body.get("output_config") or {}
+    if form := output.get("format") or request_body.get("output_format"):
         schema = {"name": "output", "schema": form.get("schema"), "strict": True}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if output.get("effort"):
-        body["reasoning_effort"] = output["effort"]
-    if (asked.get("thinking") or {}).get("type") == "disabled":
-        body["chat_template_kwargs"] = {"enable_thinking": False}
-    reasons = [reason for field, reason in _UNANSWERED.items() if asked.get(field)]
-    reasons += hosted_tools(body)
+        chat["reasoning_effort"] = output["effort"]
+    if (request_body.get("thinking") or {}).get("type") == "disabled":
+        chat["chat_template_kwargs"] = {"enable_thinking": False}
+    return chat, " and ".join(_provider_only(request_body, chat))
+
+
+def _provider_only(request_body: Mapping[str, Any], chat: Mapping[str, Any]) -> list[str]:
+    """The features of a request that only a provider can serve. `chat` is its translation."""
+    features = [feature for field, feature in _PROVIDER_ONLY.items() if request_body.get(field)]
+    features += hosted_tools(chat)
     untranslated: dict[str, None] = {}  # types of blocks, in order and without duplicates
-    for message in body["messages"]:
+    for message in chat["messages"]:
         for part in message["content"] if isinstance(message["content"], list) else ():
             if part.get("type") not in ("text", "image_url"):
                 untranslated[str(part.get("type"))] = None
     if untranslated:
-        reasons.append(f"blocks of type {', '.join(untranslated)}")
-    return body, " and ".join(reasons)
+        features.append(f"blocks of type {', '.join(untranslated)}")
+    return features
 
 
-def rewrite(asked: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str, Any]:
+def rewrite(request_body: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str, Any]:
     """A request with its edited prompts; the same object if nothing changes.
 
     The blocks of a system text are recorded as one text, but stay blocks here: unchanged blocks keep their place in the
     provider's cache.
     """
     changed: dict[str, Any] = {}
-    system = asked.get("system")
+    system = request_body.get("system")
     if isinstance(system, str) and system:
         new = replace_text("system", "", system)
         if new is not None:
@@ -249,22 +253,22 @@ def rewrite(asked: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str,
         blocks = edited_blocks(system, "system", replace_text, "")
         if blocks is not system:
             changed["system"] = blocks
-    messages = asked.get("messages") or ()
+    messages = request_body.get("messages") or ()
     edited_messages = map_list(messages, lambda message: map_message(message, replace_text))
     if edited_messages is not messages:
         changed["messages"] = edited_messages
-    if tools := asked.get("tools"):
+    if tools := request_body.get("tools"):
         new_tools = edited_tools(tools, replace_text, _chat_tool, "description", "input_schema")
         if new_tools is not tools:
             changed["tools"] = new_tools
-    output = asked.get("output_config") or {}
-    for name, holder in (("output_config", output), ("output_format", {"format": asked.get("output_format")})):
+    output = request_body.get("output_config") or {}
+    for name, holder in (("output_config", output), ("output_format", {"format": request_body.get("output_format")})):
         if form := holder.get("format"):
             named = {"name": "output", "schema": form.get("schema")}
             if (new := map_format(named, replace_text)) is not named:
                 form = {**form, "schema": new["schema"]}
                 changed[name] = {**holder, "format": form} if name == "output_config" else form
-    return {**asked, **changed} if changed else asked
+    return {**request_body, **changed} if changed else request_body
 
 
 def arguments_in(episode: LiveEpisode) -> BoundedCache[str]:
@@ -357,7 +361,9 @@ def _chat_content(blocks: list[Mapping[str, Any]]) -> Any:
 
 
 def _chat_part(block: Mapping[str, Any]) -> dict[str, Any]:
-    """A block as a part of a chat message. A block without a chat form keeps its fields; `read` reports its type."""
+    """A block as a part of a chat message. A block without a chat form keeps its fields, and `_provider_only` reports
+    its type.
+    """
     if block.get("type") == "text":
         return {"type": "text", "text": block.get("text") or ""}
     source = block.get("source") or {}
@@ -387,17 +393,17 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tuple[bytes, str]:
+def content_of(call: LiveCall, answer: Answer, request_body: Mapping[str, Any]) -> tuple[bytes, str]:
     """The response to a request, as one body or a stream, and its content type. Its tool arguments are remembered."""
-    message = message_of(call, answer, asked)
-    _keep_call_arguments(call, asked, message)
-    return answer_body(call, message, lambda: to_events(message, asked))
+    message = message_of(call, answer, request_body)
+    _keep_call_arguments(call, request_body, message)
+    return answer_body(call, message, lambda: to_events(message, request_body))
 
 
 MESSAGES = Form(
     name="messages",
     path="/messages",
-    read=read,
+    read=to_chat_request,
     content=content_of,
     answer=answer_of,
     stream=MessageStream,

@@ -19,7 +19,7 @@ from cotune.recording.recorder import LiveEpisode
 
 
 def install() -> None:
-    """Hook agents, those there are and those to come."""
+    """Hook agents of all classes, present and future."""
     BaseChatAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
 
     def scope(agent: Any, messages: Any, *args: Any, **options: Any) -> AutogenScope:
@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def _has_answered(episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: Any) -> None:
-    """An agent's response names the last call it was made from."""
+    """Remember that an agent's response comes from the last call that the agent made."""
     if not isinstance(item, Response) or not scope.last_output:
         return
     try:

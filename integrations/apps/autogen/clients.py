@@ -30,7 +30,7 @@ from cotune.recording.recorder import LiveEpisode
 from cotune.records.ids import new_id
 
 _MOST = 10_000
-"""Most texts that one episode remembers. The episode of a deployed application never ends."""
+"""Most keys that one episode remembers, and most outputs of a key. The episode of a deployed application never ends."""
 
 
 class Lineage:
@@ -42,18 +42,22 @@ class Lineage:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._outputs: dict[Hashable, list[str]] = {}
+        """Key of a text or a function call (`_keys`) -> ids of the outputs that have it, the newest last."""
 
     def add(self, source: str, content: Any, output: str) -> None:
-        """Remember that the call with this output answered with a text, or with function calls."""
+        """Remember that the call whose output has the id `output` answered with a text, or with function calls."""
         for key in _keys(source, content):
-            self._add(key, output)
+            self._add_output(key, output)
 
     def answered(self, call_id: str, output: str) -> None:
-        """Remember that the result of a function call came from the call with this output."""
-        self._add(("call", call_id), output)
+        """Remember that the result of a function call came from the call whose output has the id `output`."""
+        self._add_output(("call", call_id), output)
 
-    def _add(self, key: Hashable, output: str) -> None:
-        """Remember an output of the call that produced this key's text or function call. Old entries are dropped."""
+    def _add_output(self, key: Hashable, output: str) -> None:
+        """Remember that the output with the id `output` has the text or function call of this key.
+
+        The oldest outputs of the key, and the oldest keys, are dropped beyond the limit.
+        """
         with self._lock:
             outputs = self._outputs.setdefault(key, [])
             # The newest two are compared because one answer is reported more than once, by the call and by the agent.

@@ -45,9 +45,9 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _copy(value.__self__, copies))
     if isinstance(value, _SHARED) or callable(value):
-        # Queues, events and locks belong to an event loop and cannot be copied: the copy starts with new ones.
         return value
     if isinstance(value, asyncio.Queue | asyncio.Event | asyncio.Lock):
+        # It belongs to an event loop and cannot be copied: the copy starts with a new one.
         return type(value)()
     if type(value) in (list, tuple, set, frozenset, deque):
         return type(value)(_copy(item, copies) for item in value)
@@ -62,12 +62,16 @@ def _copy_state(value: Any, copies: dict[int, Any]) -> Any:
     # Registered before its attributes are copied: an attribute may refer back to the object.
     copies[id(value)] = new
     attributes = vars(value)
-    renamed = (attributes[_TEAM_ID], str(uuid.uuid4())) if _TEAM_ID in attributes else None
-    for name, item in attributes.items():
-        new.__dict__[name] = _replace_team_id(item, *renamed) if renamed else item
+    new.__dict__.update(attributes)
+    is_team = _TEAM_ID in attributes
+    if is_team:
+        old_id = attributes[_TEAM_ID]
+        new_id = str(uuid.uuid4())
+        for name, item in attributes.items():
+            new.__dict__[name] = _replace_team_id(item, old_id, new_id)
     for name, item in list(vars(new).items()):
         new.__dict__[name] = _copy(item, copies)
-    if renamed:
+    if is_team:
         # A runtime is shared, but not the one that a team has created for itself: it belongs to the team's run.
         new._initialized = new._is_running = False
         if new._embedded_runtime:

@@ -22,7 +22,7 @@ from cotune.integrations.apps.autogen.messages import (
     result_of,
 )
 from cotune.integrations.apps.clients import Arguments, Client
-from cotune.integrations.apps.patching import cache_left_aside, each_subclass, replace_method
+from cotune.integrations.apps.patching import bypasses_cache, each_subclass, replace_method
 from cotune.prompts.chat_texts import ReplaceText
 from cotune.recording.context import current_episode
 from cotune.recording.model_calls import answer
@@ -31,7 +31,7 @@ from cotune.records.answers import Answer
 
 _CACHE = "ChatCompletionCache"
 _OPENAI = "BaseOpenAIChatCompletionClient"
-_PASSED = {_OPENAI, _CACHE}
+_RECORDED_ELSEWHERE = {_OPENAI, _CACHE}
 """Classes of autogen_ext whose calls are recorded elsewhere: at the OpenAI SDK, and at the client behind a cache."""
 
 
@@ -41,19 +41,22 @@ def install() -> None:
 
 
 def _wrap(cls: type) -> None:
-    # Compared by name: importing `autogen_ext` here would load optional packages of the application.
     """Wrap the methods of one client class, unless its calls are recorded elsewhere."""
-    if cls.__name__ == _CACHE and cls.__module__.startswith("autogen_ext."):
-        replace_method(cls, "create", _past_cache("create"))
-        replace_method(cls, "create_stream", _past_cache("create_stream"))
-    if cls.__name__ == _OPENAI and cls.__module__.startswith("autogen_ext."):
-        replace_method(cls, "create", _under_any_name)
-    passed = any(base.__name__ in _PASSED and base.__module__.startswith("autogen_ext.") for base in cls.__mro__)
-    if not passed and cls is not ChatCompletionClient:
+    # Compared by name: importing `autogen_ext` here would load optional packages of the application.
+    if cls.__module__.startswith("autogen_ext."):
+        if cls.__name__ == _CACHE:
+            replace_method(cls, "create", _bypass_cache("create"))
+            replace_method(cls, "create_stream", _bypass_cache("create_stream"))
+        elif cls.__name__ == _OPENAI:
+            replace_method(cls, "create", _silence_model_names)
+    for base in cls.__mro__:
+        if base.__name__ in _RECORDED_ELSEWHERE and base.__module__.startswith("autogen_ext."):
+            return
+    if cls is not ChatCompletionClient:
         _CLIENT.hook(cls, acall="create", astream="create_stream")
 
 
-def _under_any_name(original: Any) -> Any:
+def _silence_model_names(original: Any) -> Any:
     """Wrap `create` of OpenAI clients: silence AutoGen's warning about model names while policies answer."""
 
     async def create(self: Any, *args: Any, **options: Any) -> Any:
@@ -75,12 +78,12 @@ def silence_mismatch() -> None:
     warnings.filterwarnings("ignore", message="Resolved model mismatch", category=UserWarning)
 
 
-def _past_cache(name: str) -> Any:
+def _bypass_cache(name: str) -> Any:
     """Wrap a method of AutoGen's answer cache: it asks the client behind the cache while the cache must not be used."""
 
     def wrapper(original: Any) -> Any:
         def asked(self: Any, *args: Any, **options: Any) -> Any:
-            if cache_left_aside():
+            if bypasses_cache():
                 return getattr(self.client, name)(*args, **options)
             return original(self, *args, **options)
 

@@ -21,7 +21,7 @@ from cotune.integrations.apps.crewai import models as crewai_models
 from cotune.integrations.apps.crewai.scopes import (
     CrewScope,
     agent_scope,
-    at_work,
+    enter_scope,
     flow_scope,
     last_answer,
     part_scope,
@@ -36,9 +36,9 @@ from cotune.recording.context import current_episode
 ScopeOf = Callable[[Any, dict[str, Any]], CrewScope | None]
 """The scope of a method's call, from its object and its arguments; None if the call opens no scope."""
 _KICKOFFS = ("kickoff", "kickoff_async", "akickoff")
-_GUARDED = ("crewai.task", "crewai.agent.core", "crewai.lite_agent")
+_GUARDRAIL_MODULES = ("crewai.task", "crewai.agent.core", "crewai.lite_agent")
 """Modules that run the guardrails of tasks and agents. Each has imported the function under its own name."""
-_FINISHING = ("crewai.agents.agent_executor", "crewai.lite_agent")
+_FINAL_ANSWER_MODULES = ("crewai.agents.agent_executor", "crewai.lite_agent")
 """Modules that ask an agent for its final answer at `max_iter`, in a call that names no agent."""
 
 
@@ -55,11 +55,11 @@ def install() -> None:
         _run_in_scope(Task, name, _task_scope)
     _run_in_scope(RuntimeFlow, "_execute_method", _flow_scope)
     BaseAgent.copy = _wrap_copy(BaseAgent.copy)  # type: ignore[method-assign, assignment]
-    for module in (sys.modules[name] for name in _GUARDED):
+    for module in (sys.modules[name] for name in _GUARDRAIL_MODULES):
         module.process_guardrail = run_inside(  # type: ignore[attr-defined]
-            module.process_guardrail, lambda *args, **kwargs: at_work(part_scope("guardrail", inside=False))
+            module.process_guardrail, lambda *args, **kwargs: enter_scope(part_scope("guardrail", inside=False))
         )
-    for name in _FINISHING:
+    for name in _FINAL_ANSWER_MODULES:
         module = importlib.import_module(name)
         module.handle_max_iterations_exceeded = run_inside(  # type: ignore[attr-defined]
             module.handle_max_iterations_exceeded, lambda *args, **kwargs: last_answer()
@@ -118,25 +118,25 @@ def _run_in_scope(cls: Any, name: str, scope_of: ScopeOf) -> None:
     """Make a method run in the scope that `scope_of(self, arguments)` returns."""
     require_hooks("crewai", cls, name)
     original = vars(cls)[name]
-    names = [name for name in inspect.signature(original).parameters if name != "self"]
+    parameters = [name for name in inspect.signature(original).parameters if name != "self"]
 
     def context(self: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None] | None:
-        """The context in which a method of CrewAI runs: the role of its agent or step; None if it belongs to
-        no role.
-        """
+        """The scope in which the method runs, with the role of its agent or flow method; None if it has no role."""
         # `strict=False`: the call may leave out parameters with defaults.
-        scope = scope_of(self, {**dict(zip(names, args, strict=False)), **kwargs})
-        episode = current_episode.get()
+        positional = dict(zip(parameters, args, strict=False))
+        scope = scope_of(self, {**positional, **kwargs})
         if scope is None:
             return None
+        # A check of an application (`cotune check`) collects its parts, to name agents that never call a model.
+        episode = current_episode.get()
         if episode is not None and episode.parts is not None:
             _report_parts(episode.parts, scope)
-        return at_work(scope)
+        return enter_scope(scope)
 
     type.__setattr__(cls, name, run_inside(original, context))
 
 
-_ITS_OWN = ("Task Execution Planner", "Guardrail Agent")
+_AGENTS_OF_CREWAI = ("Task Execution Planner", "Guardrail Agent")
 """Agents that CrewAI creates itself, and that belong to no crew."""
 
 
@@ -148,7 +148,7 @@ def _report_parts(parts: Parts, scope: CrewScope) -> None:
         agents = [*crew.agents, *([crew.manager_agent] if crew.manager_agent is not None else ())]
         name = crew.name or "crew"
         parts.add(Part(role_of(agent), "agent", name, str(agent.role).strip()) for agent in agents)
-    elif scope.role in _ITS_OWN:
+    elif scope.role in _AGENTS_OF_CREWAI:
         parts.add([Part(scope.role, "agent", "CrewAI", scope.role)])
     if scope.agent is None and scope.flow is not None:
         name = type(scope.flow).__name__

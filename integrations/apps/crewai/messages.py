@@ -18,40 +18,41 @@ _PARTS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _OPTIONS = ("temperature", "top_p", "max_tokens", "seed", "frequency_penalty", "presence_penalty", "n")
 
 
-def request_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat request that a call of CrewAI's `LLM` stands for, in OpenAI's form. `asked` are the arguments of the
-    call.
+def request_of(model: Any, call_arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat request that a call of CrewAI's `LLM` stands for, in OpenAI's form. `call_arguments` are the
+    arguments of the call.
 
     Options of the model object are parameters of the request, because they apply to every call.
     """
-    messages = asked.get("messages") or []
+    messages = call_arguments.get("messages") or []
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     chat_messages = []
     for message in messages:
         chat_messages.append({field: plain_json(message[field]) for field in _PARTS if message.get(field) is not None})
+    response_model = call_arguments.get("response_model")
     body = {
         "model": model.model,
         "messages": chat_messages,
-        "tools": [plain_json(tool) for tool in asked.get("tools") or ()],
+        "tools": [plain_json(tool) for tool in call_arguments.get("tools") or ()],
         "stream": bool(model._effective_stream()),
         "stop": list(model.stop_sequences) or None,
-        "response_format": json_schema(form) if (form := asked.get("response_model")) is not None else None,
+        "response_format": None if response_model is None else json_schema(response_model),
         **{name: getattr(model, name, None) for name in _OPTIONS},
     }
     return {key: value for key, value in body.items() if value is not None}
 
 
-def edited_arguments(asked: Mapping[str, Any], replace_text: ReplaceText) -> dict[str, Any]:
+def edited_arguments(call_arguments: Mapping[str, Any], replace_text: ReplaceText) -> dict[str, Any]:
     """The arguments of a call of CrewAI's `LLM` with edited prompts. Its messages may also be a single text: the
     user's.
     """
-    messages = asked.get("messages") or []
-    tools = asked.get("tools")
+    messages = call_arguments.get("messages") or []
+    tools = call_arguments.get("tools")
     if isinstance(messages, str):
         new = replace_text("user", "", messages)
-        return {**asked, "messages": messages if new is None else new}
-    changed = {**asked, "messages": [map_message(message, replace_text) for message in messages]}
+        return {**call_arguments, "messages": messages if new is None else new}
+    changed = {**call_arguments, "messages": [map_message(message, replace_text) for message in messages]}
     if tools:
         changed["tools"] = [map_tool(tool, replace_text) for tool in tools]
     return changed
@@ -81,22 +82,24 @@ def answer_of(value: Any) -> Answer:
     return Answer(candidates=(candidate,), usage=Usage(0, 0))
 
 
-def result_of_call(model: Any, answer: Answer, asked: Mapping[str, Any]) -> Any:
+def result_of_call(model: Any, answer: Answer, call_arguments: Mapping[str, Any]) -> Any:
     """The chosen candidate as the result of `call`: a text, a parsed object, tool calls, or the result of a tool."""
     candidate = answer.candidates[answer.chosen]
-    functions = asked.get("available_functions")
+    functions = call_arguments.get("available_functions")
     if candidate.tool_calls and functions:
-        result = _run_tool(model, candidate.tool_calls[0], functions, asked)
+        result = _run_tool(model, candidate.tool_calls[0], functions, call_arguments)
         if result is not None:
             return result
     elif candidate.tool_calls:
         return [dict(tool) for tool in candidate.tool_calls]
     text = candidate.message.get("content") or ""
-    response_model = asked.get("response_model")
+    response_model = call_arguments.get("response_model")
     return model._validate_structured_output(text, response_model) if response_model is not None else text
 
 
-def _run_tool(model: Any, tool: Mapping[str, Any], functions: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
+def _run_tool(
+    model: Any, tool: Mapping[str, Any], functions: Mapping[str, Any], call_arguments: Mapping[str, Any]
+) -> Any:
     """Run a tool through CrewAI, as a model class does. Returns None if CrewAI cannot run it."""
     function = tool["function"]
     try:
@@ -107,15 +110,18 @@ def _run_tool(model: Any, tool: Mapping[str, Any], functions: Mapping[str, Any],
         function_name=function["name"],
         function_args=arguments,
         available_functions=functions,
-        from_task=asked.get("from_task"),
-        from_agent=asked.get("from_agent"),
+        from_task=call_arguments.get("from_task"),
+        from_agent=call_arguments.get("from_agent"),
     )
 
 
 def _tool_call(index: int, value: Any) -> dict[str, Any]:
     """A tool call of any provider: OpenAI's objects and dicts, or a name with arguments."""
     plain = value.model_dump() if isinstance(value, BaseModel) else value
-    raw = plain if isinstance(plain, Mapping) else {k: getattr(value, k, None) for k in ("id", "function", "name")}
+    if isinstance(plain, Mapping):
+        raw = plain
+    else:
+        raw = {name: getattr(value, name, None) for name in ("id", "function", "name")}
     function = raw.get("function") or raw
     arguments: Any
     if isinstance(function, Mapping):

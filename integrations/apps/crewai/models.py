@@ -14,7 +14,7 @@ from crewai.llms.base_llm import BaseLLM
 
 from cotune.integrations.apps.clients import Arguments, Client
 from cotune.integrations.apps.crewai.messages import answer_of, edited_arguments, request_of, result_of_call
-from cotune.integrations.apps.crewai.scopes import at_work, caller_of, calling_model, outside_call, part_scope
+from cotune.integrations.apps.crewai.scopes import caller_of, calling_model, enter_scope, outside_call, part_scope
 from cotune.integrations.apps.patching import each_subclass, replace_method, run_inside
 from cotune.prompts.chat_texts import ReplaceText
 from cotune.recording.context import current_caller, current_episode, identify, opened_call
@@ -30,7 +30,7 @@ def install() -> None:
     each_subclass(BaseLLM, _wrap)
     for name, context in (
         ("_handle_tool_execution", lambda *args, **kwargs: outside_call()),
-        ("summarize_messages", lambda *args, **kwargs: at_work(part_scope("summarizer", inside=True))),
+        ("summarize_messages", lambda *args, **kwargs: enter_scope(part_scope("summarizer", inside=True))),
     ):
         setattr(BaseLLM, name, run_inside(getattr(BaseLLM, name), context))
 
@@ -91,9 +91,9 @@ def _wrap_token_count(original: Callable[..., int]) -> Callable[..., int]:
 
 
 @contextmanager
-def _as_named_agent(model: Any, asked: Mapping[str, Any]) -> Iterator[None]:
+def _as_named_agent(model: Any, call_arguments: Mapping[str, Any]) -> Iterator[None]:
     """Give the calls made inside the role of the named agent, or else of the enclosing scope."""
-    shared = caller_of(asked.get("from_agent"), asked.get("from_task")) or identify()
+    shared = caller_of(call_arguments.get("from_agent"), call_arguments.get("from_task")) or identify()
     # A copy: concurrent calls with different models may share the caller.
     caller = msgspec.structs.replace(shared, model=model)
     try:

@@ -100,7 +100,7 @@ def part_scope(name: str, *, inside: bool) -> CrewScope:
 
 
 @contextmanager
-def at_work(scope: CrewScope) -> Iterator[None]:
+def enter_scope(scope: CrewScope) -> Iterator[None]:
     """Enter `scope`, outside of any model's `call`. The agent around it reads its output afterwards."""
     try:
         with entered(scope), outside_call():

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cotune.integrations.apps.patching import (
-    cache_left_aside,
+    bypasses_cache,
     each_subclass,
     record_tools,
     replace_method,
     replace_methods,
     run_inside,
-    unless_left_aside,
+    unless_bypassed,
 )
 from cotune.integrations.versions import require_hooks
 from cotune.runtime.user_code import context_value
@@ -50,13 +50,13 @@ def install_caches() -> None:
     """Wrap all classes of caches, present and future."""
     from langchain_core.caches import BaseCache
 
-    replace_methods(BaseCache, unless_left_aside, "lookup", "update")
-    replace_methods(BaseCache, _unless_left_aside_async, "alookup", "aupdate")
+    replace_methods(BaseCache, unless_bypassed, "lookup", "update")
+    replace_methods(BaseCache, _unless_bypassed_async, "alookup", "aupdate")
 
 
-def _unless_left_aside_async(original: Any) -> Any:
+def _unless_bypassed_async(original: Any) -> Any:
     async def use(self: Any, *args: Any, **options: Any) -> Any:
-        return None if cache_left_aside() else await original(self, *args, **options)
+        return None if bypasses_cache() else await original(self, *args, **options)
 
     return use
 

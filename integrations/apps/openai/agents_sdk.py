@@ -101,11 +101,12 @@ def _get_model(original: Any) -> Any:
 
 
 def _report_parts(parts: Parts, agent: Any) -> None:
-    """That an agent works, and which ones it may hand over to."""
+    """Report that an agent is at work, and the agents that it may hand over to."""
     name = _name(agent)
     parts.enter(name)
-    others = [str(getattr(other, "agent_name", None) or _name(other)) for other in getattr(agent, "handoffs", ())]
-    parts.add(Part(other, "agent", name, other) for other in others)
+    for handoff in getattr(agent, "handoffs", ()):
+        other = str(getattr(handoff, "agent_name", None) or _name(handoff))
+        parts.add([Part(other, "agent", name, other)])
 
 
 def _caller(agent: Any) -> CallerContext:
@@ -117,6 +118,7 @@ def _name(agent: Any) -> str:
 
 
 def _has_answered(caller: CallerContext) -> None:
+    """Close the caller of an answered call. Warns if no request of the SDK was seen."""
     caller.done = True
     episode: LiveEpisode | None = current_episode.get()
     if episode is not None and not caller.calls:

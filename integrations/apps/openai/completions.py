@@ -23,24 +23,25 @@ def answer_body(call: LiveCall, body: Mapping[str, Any], stream: Callable[[], by
     return msgspec.json.encode(body), "application/json"
 
 
-def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
+def read(request_body: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
     """The request, and a text with its features that only a provider can serve. The text is empty if a policy can serve
     the request.
     """
     reasons = []
-    if tools := asked.get("tools"):
-        kinds = [str(tool.get("type")) for tool in tools if tool.get("type", "function") != "function"]
-        reasons = [f"tools of type {', '.join(dict.fromkeys(kinds))}"] if kinds else []
-    if "audio" in (asked.get("modalities") or ()):
+    tools = request_body.get("tools") or ()
+    hosted_kinds = [str(tool.get("type")) for tool in tools if tool.get("type", "function") != "function"]
+    if hosted_kinds:
+        reasons.append(f"tools of type {', '.join(dict.fromkeys(hosted_kinds))}")
+    if "audio" in (request_body.get("modalities") or ()):
         reasons.append("spoken output")
-    if asked.get("web_search_options"):
+    if request_body.get("web_search_options"):
         reasons.append("web search")
-    if asked.get("functions"):
+    if request_body.get("functions"):
         reasons.append("functions in their old form (use tools)")
-    return dict(asked), " and ".join(reasons)
+    return dict(request_body), " and ".join(reasons)
 
 
-def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tuple[bytes, str]:
+def content_of(call: LiveCall, answer: Answer, request_body: Mapping[str, Any]) -> tuple[bytes, str]:
     """A body or a stream with the chosen candidate first, then others up to the `n` that the application asked for.
 
     It has the model name of the request. Raises SamplerError if there are fewer candidates than `n`.
@@ -55,8 +56,8 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
     choices: list[dict[str, Any]] = []
     written = 0
     chosen = answer.candidates[answer.chosen]
-    others = answer.candidates[: answer.chosen] + answer.candidates[answer.chosen + 1 :]
-    for candidate in (chosen, *others)[:count]:
+    others = [candidate for i, candidate in enumerate(answer.candidates) if i != answer.chosen]
+    for candidate in [chosen, *others][:count]:
         message = {"role": "assistant", "content": None, **candidate.message}
         reason = candidate.finish_reason
         choice = {"index": len(choices), "message": message, "finish_reason": reason, "logprobs": None}
@@ -79,7 +80,7 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
     }
     if params.get("return_token_ids"):
         completion["prompt_token_ids"] = list(answer.prompt_ids)
-    return answer_body(call, completion, lambda: to_stream(completion, asked))
+    return answer_body(call, completion, lambda: to_stream(completion, request_body))
 
 
 def answer_of(completion: Any) -> Answer:
@@ -119,8 +120,8 @@ def _candidate_of_choice(index: int, choice: Any) -> Candidate:
         text=content if isinstance(content, str) else "",
         message={key: value for key, value in message.items() if value is not None or key == "content"},
         token_ids=token_ids,
-        logprobs=logprobs if not token_ids or len(token_ids) == len(logprobs) else (),
         # Log-probabilities that do not match the tokens one to one cannot be used for training.
+        logprobs=logprobs if not token_ids or len(token_ids) == len(logprobs) else (),
         finish_reason=choice.get("finish_reason") or "stop",
         shown=shown_of(items, token_ids),
     )
@@ -131,7 +132,7 @@ MOST_PARTS = 4096
 """Limit of the index of a choice in a stream, and of a tool call in a choice. Higher ones are errors of the sender."""
 
 
-def to_stream(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
+def to_stream(completion: Mapping[str, Any], request_body: Mapping[str, Any]) -> bytes:
     """The events of a `chat.completion` object. `stream_options.include_usage` adds a last event with the usage."""
     base = {
         "id": completion["id"],
@@ -145,7 +146,7 @@ def to_stream(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
             chunks.append({**base, "choices": [part]})
     if "prompt_token_ids" in completion:
         chunks[0]["prompt_token_ids"] = completion["prompt_token_ids"]
-    if (asked.get("stream_options") or {}).get("include_usage"):
+    if (request_body.get("stream_options") or {}).get("include_usage"):
         chunks.append({**base, "choices": [], "usage": completion.get("usage")})
     return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks) + DONE
 
@@ -238,7 +239,8 @@ def _event_data(lines: list[bytes]) -> list[bytes]:
 
 def append_text(fields: dict[str, Any], name: str, more: Any) -> None:
     """Append to a text. Raises TypeError for any other value."""
-    text = fields.pop(name, None)  # with one reference left, Python appends in place: a stream costs its length
+    # With one reference left, Python appends in place, so that the time for a stream grows with its length only.
+    text = fields.pop(name, None)
     if text is None:
         text = more
     elif isinstance(more, str):
@@ -318,7 +320,7 @@ class _ToolCalls:
         if same_id is not None:
             call = same_id
         elif last is not None and not (last["id"] and id and function.get("name")):
-            call = last
+            call = last  # neither a new id with a name, nor the first piece of this index
         else:
             if len(self._calls) == MOST_PARTS:
                 raise ValueError(f"there are more than {MOST_PARTS} tool calls")

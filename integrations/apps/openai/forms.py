@@ -104,18 +104,18 @@ RESPONSES = Form(
 FORMS = (CHAT, RESPONSES)
 
 
-def edited_body(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes) -> bytes:
-    """The body to send: `raw`, the JSON of `asked`, with the edited prompts of the call."""
+def edited_body(call: LiveCall, form: Form, request_body: Mapping[str, Any], raw: bytes) -> bytes:
+    """The body to send: `raw`, the JSON of `request_body`, with the edited prompts of the call."""
     if call.edits is None:
         return raw
-    return replace_values(raw, asked, form.rewrite(asked, call.edits.text))
+    return replace_values(raw, request_body, form.rewrite(request_body, call.edits.text))
 
 
 BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError)
 """Errors that reading a malformed body may raise."""
 
 
-def end_with_body(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, streamed: bool) -> bool:
+def end_with_body(call: LiveCall, form: Form, request_body: Mapping[str, Any], raw: bytes, streamed: bool) -> bool:
     """End the call with the body `raw`, a stream or JSON; also with a malformed body, or one that reports a failure.
 
     Returns False if the body is cut short: the call stays open.
@@ -127,7 +127,7 @@ def end_with_body(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: byt
             return False
         answer = form.answer(body)
         if form.keep is not None:
-            form.keep(call, asked, body)
+            form.keep(call, request_body, body)
     except ProviderFailed as failure:
         call.fail("error", str(failure), part_of(form, raw, streamed))
     except BROKEN as broken:

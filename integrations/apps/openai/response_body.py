@@ -33,19 +33,23 @@ _ECHOED: dict[str, Any] = {
     "user": None,
 }
 """Fields of a request that its response repeats, with their defaults."""
-_READ = ("message", "function_call", "reasoning")
+_CHAT_ITEMS = ("message", "function_call", "reasoning")
+"""Types of output items that have a counterpart in chat messages."""
 
 
 class ProviderFailed(Exception):
     """The provider reports, in a well-formed body, that it has no answer."""
 
 
-def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The Response object of an answer's chosen candidate, under the model name that was asked for."""
+def response_of(call: LiveCall, answer: Answer, request_body: Mapping[str, Any]) -> dict[str, Any]:
+    """The Response object of an answer's chosen candidate, under the model name of the request."""
     candidate = answer.candidates[answer.chosen]
     cut = candidate.finish_reason == "length"
     # Clients expect the parameters of their request in the response, or their defaults.
-    echoed = {name: default if asked.get(name) is None else asked[name] for name, default in _ECHOED.items()}
+    echoed = {}
+    for name, default in _ECHOED.items():
+        value = request_body.get(name)
+        echoed[name] = default if value is None else value
     prompt_tokens = answer.usage.prompt_tokens
     written = len(candidate.token_ids) or answer.usage.completion_tokens
     response = {
@@ -57,7 +61,7 @@ def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dic
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         **echoed,
         "model": call.model,
-        "output": _output_items(call, candidate, asked),
+        "output": _output_items(call, candidate, request_body),
         "usage": {
             "input_tokens": prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -66,20 +70,20 @@ def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dic
             "total_tokens": prompt_tokens + written,
         },
     }
-    if asked.get("return_token_ids"):
+    if request_body.get("return_token_ids"):
         response["prompt_token_ids"] = list(answer.prompt_ids)
         response["token_ids"] = list(candidate.token_ids)
     return response
 
 
-def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tuple[bytes, str]:
+def content_of(call: LiveCall, answer: Answer, request_body: Mapping[str, Any]) -> tuple[bytes, str]:
     """The response to a request, as one body or a stream, and its content type. It is kept for later requests."""
-    response = response_of(call, answer, asked)
-    keep(call, asked, response)
-    return answer_body(call, response, lambda: to_events(response, asked))
+    response = response_of(call, answer, request_body)
+    keep(call, request_body, response)
+    return answer_body(call, response, lambda: to_events(response, request_body))
 
 
-def _output_items(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _output_items(call: LiveCall, candidate: Candidate, request_body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The output items of a candidate: its reasoning, its message, then its function calls.
 
     A candidate without text and calls gets a message with an empty text.
@@ -93,7 +97,7 @@ def _output_items(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]
     text = text_of(message.get("content"))
     if text or not candidate.tool_calls:
         part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
-        if asks_logprobs(asked):
+        if asks_logprobs(request_body):
             part["logprobs"] = token_logprobs(candidate)
         status = "incomplete" if candidate.finish_reason == "length" else "completed"
         item = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
@@ -128,24 +132,25 @@ def answer_of(response: Any) -> Answer:
         raise ProviderFailed(f"the response {status}: {reason}")
     if status in ("queued", "in_progress"):
         raise ProviderFailed(f"the response is {status}: it is made in the background, and its answer is not recorded")
-    sound, broken = well_formed_items(response["output"])
+    items, malformed_items = well_formed_items(response["output"])
     message: dict[str, Any] = {"role": "assistant", "content": None}
-    for turn in messages_of(item for item in sound if item.get("type") in _READ):
+    # The output may divide one answer into several messages: their texts and tool calls are joined.
+    for turn in messages_of(item for item in items if item.get("type") in _CHAT_ITEMS):
         for key, value in turn.items():
             if key != "role" and value is not None:
                 message[key] = value if message.get(key) is None else message[key] + value
-    others = [item for item in sound if item.get("type") not in _READ]
-    if others:
-        message["items"] = others
-    if broken:
-        message[MALFORMED] = {"output": broken}
+    provider_items = [item for item in items if item.get("type") not in _CHAT_ITEMS]
+    if provider_items:
+        message["items"] = provider_items
+    if malformed_items:
+        message[MALFORMED] = {"output": malformed_items}
     candidate = Candidate(
         index=0,
         text=message["content"] or "",
         message=message,
         token_ids=as_list(response.get("token_ids")),
         finish_reason=_finish_reason(response, message),
-        shown=_token_logprobs(sound),
+        shown=_token_logprobs(items),
     )
     return Answer(
         candidates=(candidate,),
@@ -176,7 +181,7 @@ def _finish_reason(response: Mapping[str, Any], message: Mapping[str, Any]) -> s
     return "tool_calls" if message.get("tool_calls") else "stop"
 
 
-def to_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
+def to_events(response: Mapping[str, Any], request_body: Mapping[str, Any]) -> bytes:
     """The events that a provider sends for a response, in its order: item by item, part by part."""
     events: list[bytes] = []
 

@@ -14,7 +14,7 @@ _NOTE = "openai_responses"
 ENTRIES = 100_000
 BYTES = 64 << 20
 """Limits for the earlier responses of one episode: number of responses and items, and bytes of all."""
-_UNANSWERED = {
+_PROVIDER_ONLY = {
     "background": "a response in the background",
     "conversation": "a conversation that the provider keeps",
     "prompt": "a prompt that the provider keeps",
@@ -22,7 +22,7 @@ _UNANSWERED = {
 
 
 _REFERENCE = "item_reference"
-_CUT = (
+_CUT_CONVERSATION = (
     "A Responses request refers to what was said outside of its episode, or is no longer kept: "
     "its call is recorded without that."
 )
@@ -49,17 +49,17 @@ class EarlierResponses:
     def __init__(self) -> None:
         self._cache: BoundedCache[Any] = BoundedCache(ENTRIES, BYTES)
 
-    def keep(self, call: LiveCall, asked: Mapping[str, Any], response: Mapping[str, Any]) -> None:
+    def keep(self, call: LiveCall, request_body: Mapping[str, Any], response: Mapping[str, Any]) -> None:
         """Remember the response to a call, as later requests may name it instead of repeating its conversation.
 
         Instructions apply to one request only, so they are left out. Warns of responses that are forgotten to make
         room, and of a call that refers to an unknown response: its recorded prompt has no beginning.
         """
-        is_complete = self.before(asked).whole and not any(m.get("type") == _REFERENCE for m in call.messages)
+        is_complete = self.before(request_body).whole and not any(m.get("type") == _REFERENCE for m in call.messages)
         if not is_complete:
-            call.episode.warn("cut_conversation", _CUT)
+            call.episode.warn("cut_conversation", _CUT_CONVERSATION)
         output, _ = well_formed_items(response.get("output") or ())
-        history = call.messages[1:] if asked.get("instructions") else call.messages
+        history = call.messages[1:] if request_body.get("instructions") else call.messages
         messages = (*history, *messages_of(output))
         conversation = Conversation(messages, is_complete)
         forgotten = self._cache.put(("response", str(response.get("id"))), conversation, bytes_of(messages))
@@ -69,9 +69,9 @@ class EarlierResponses:
         for _ in range(forgotten):
             call.episode.warn("forgotten_response", _FORGOTTEN)
 
-    def before(self, asked: Mapping[str, Any]) -> Conversation:
+    def before(self, request_body: Mapping[str, Any]) -> Conversation:
         """The conversation that a request continues."""
-        response_id = asked.get("previous_response_id")
+        response_id = request_body.get("previous_response_id")
         if not response_id:
             return Conversation()
         return self._cache.get(("response", response_id)) or Conversation(whole=False)
@@ -88,55 +88,55 @@ def earlier_in(episode: LiveEpisode) -> EarlierResponses:
     return earlier if earlier is not None else episode.notes.setdefault(_NOTE, EarlierResponses())
 
 
-def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
+def read(request_body: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
     """A Responses request as a chat request, and a text that names its features that only a provider can serve.
 
     The messages are the instructions, then the earlier conversation, then the input. The text is empty if a policy can
     serve everything. Raises ValueError for an input that is neither text nor a list of items.
     """
     earlier = earlier_in(episode)
-    messages = [{"role": "system", "content": asked["instructions"]}] if asked.get("instructions") else []
-    before = earlier.before(asked)
+    messages = [{"role": "system", "content": request_body["instructions"]}] if request_body.get("instructions") else []
+    before = earlier.before(request_body)
     messages += before.messages
-    messages += messages_of(_input_items(asked), earlier)
-    body = {**_chat_params(asked), "messages": messages, "api": "responses"}
-    if asked.get("tools"):
-        body["tools"] = [_chat_tool(tool) for tool in asked["tools"]]
-    if isinstance(asked.get("tool_choice"), Mapping):
-        body["tool_choice"] = _chat_tool(asked["tool_choice"])
-    reasons = [reason for field, reason in _UNANSWERED.items() if asked.get(field)]
+    messages += messages_of(_input_items(request_body), earlier)
+    body = {**_chat_params(request_body), "messages": messages, "api": "responses"}
+    if request_body.get("tools"):
+        body["tools"] = [_chat_tool(tool) for tool in request_body["tools"]]
+    if isinstance(request_body.get("tool_choice"), Mapping):
+        body["tool_choice"] = _chat_tool(request_body["tool_choice"])
+    reasons = [reason for field, reason in _PROVIDER_ONLY.items() if request_body.get(field)]
     if not before.whole:
-        name = asked["previous_response_id"]
+        name = request_body["previous_response_id"]
         reasons.append(f"the response {name!r}, which was not made in this episode, or goes on from what is not known")
     reasons += hosted_tools(body)
-    unread = [str(message.get("type")) for message in messages if "role" not in message]
-    if unread:
-        reasons.append(f"input items of type {', '.join(dict.fromkeys(unread))}")
+    untranslated = [str(message.get("type")) for message in messages if "role" not in message]
+    if untranslated:
+        reasons.append(f"input items of type {', '.join(dict.fromkeys(untranslated))}")
     return body, " and ".join(reasons)
 
 
-def rewrite(asked: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str, Any]:
+def rewrite(request_body: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str, Any]:
     """A request with its edited prompts; the same object if nothing changes."""
     changed: dict[str, Any] = {}
     for name, role in (("instructions", "system"), ("input", "user")):
-        if isinstance(value := asked.get(name), str):
+        if isinstance(value := request_body.get(name), str):
             message = {"role": role, "content": value}
             if (new := map_message(message, replace_text)) is not message:
                 changed[name] = new["content"]
     for name, map_item in (("input", map_message), ("tools", map_tool)):
-        if isinstance(value := asked.get(name), list):
+        if isinstance(value := request_body.get(name), list):
             edited = map_list(value, partial(map_item, replace_text=replace_text))
             if edited is not value:
                 changed[name] = edited
-    text = asked.get("text")
+    text = request_body.get("text")
     if isinstance(text, Mapping) and (form := map_format(text.get("format"), replace_text)) is not text.get("format"):
         changed["text"] = {**text, "format": form}
-    return {**asked, **changed} if changed else asked
+    return {**request_body, **changed} if changed else request_body
 
 
-def keep(call: LiveCall, asked: Mapping[str, Any], response: Mapping[str, Any]) -> None:
+def keep(call: LiveCall, request_body: Mapping[str, Any], response: Mapping[str, Any]) -> None:
     """Remember a response for later requests that refer to it."""
-    earlier_in(call.episode).keep(call, asked, response)
+    earlier_in(call.episode).keep(call, request_body, response)
 
 
 def hosted_tools(chat: Mapping[str, Any]) -> list[str]:
@@ -154,9 +154,10 @@ def messages_of(items: Iterable[Mapping[str, Any]], earlier: EarlierResponses | 
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
     for item in items:
+        # A reference may leave out its type.
         if item.get("type") in (_REFERENCE, None) and "id" in item and "content" not in item:
-            referred = earlier.get(item["id"]) if earlier is not None else None
-            item = referred or {**item, "type": _REFERENCE}
+            earlier_item = earlier.get(item["id"]) if earlier is not None else None
+            item = earlier_item or {**item, "type": _REFERENCE}
         kind = str(item.get("type") or "message")
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
             if turn is None or _ends_turn(turn, kind):
@@ -171,15 +172,15 @@ def messages_of(items: Iterable[Mapping[str, Any]], earlier: EarlierResponses | 
 
 def well_formed_items(output: Iterable[Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
     """Divide the items of an output into well-formed and malformed ones."""
-    sound = []
-    broken = []
+    well_formed = []
+    malformed = []
     for item in output:
         try:
             messages_of((item,))
-            sound.append(item)
+            well_formed.append(item)
         except (TypeError, AttributeError, KeyError, ValueError):
-            broken.append(item)
-    return sound, broken
+            malformed.append(item)
+    return well_formed, malformed
 
 
 def text_of(parts: Any) -> str:
@@ -189,9 +190,9 @@ def text_of(parts: Any) -> str:
     return "".join(str(part.get("text") or "") for part in parts or ())
 
 
-def _input_items(asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _input_items(request_body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The input of a request as items. Raises ValueError unless it is a text or a list of objects."""
-    items = asked.get("input")
+    items = request_body.get("input")
     if items is None:
         return ()
     if isinstance(items, str):
@@ -261,19 +262,19 @@ def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A function tool, or the choice of one, in chat form; others as they are."""
+    """A function tool, or the choice of one, in chat form; other tools unchanged."""
     if tool.get("type") != "function" or "function" in tool:
         return dict(tool)
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
-def _chat_params(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_params(request_body: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a request under their names in chat requests."""
     translated = ("input", "instructions", "tools", "max_output_tokens", "text")
-    params = {name: value for name, value in asked.items() if name not in translated}
-    if "max_output_tokens" in asked:
-        params["max_completion_tokens"] = asked["max_output_tokens"]
-    text = dict(asked.get("text") or {})
+    params = {name: value for name, value in request_body.items() if name not in translated}
+    if "max_output_tokens" in request_body:
+        params["max_completion_tokens"] = request_body["max_output_tokens"]
+    text = dict(request_body.get("text") or {})
     text_format = text.pop("format", None)
     if text_format:
         params["response_format"] = {"type": text_format.get("type")}

@@ -46,8 +46,8 @@ from cotune.records.answers import Answer
 from cotune.records.failure_cause import is_refusal_status
 from cotune.records.structs import CallStatus
 
-_OFFLINE = SamplerError("Nothing here answers this call, and no provider is contacted.")
-_UNSEEN = ("/runs", "/batches", "/responses/compact")
+_NOBODY_ANSWERS = SamplerError("Nothing here answers this call, and no provider is contacted.")
+_UNRECORDED_PATHS = ("/runs", "/batches", "/responses/compact")
 """Endings of paths whose requests start models, but whose responses do not hold the models' answers."""
 
 
@@ -65,12 +65,12 @@ def install() -> None:
 
 @dataclass(eq=False, slots=True)
 class _Exchange:
-    """One request of the application with all retries of the SDK. It is one call."""
+    """One request of the application with all retries of the SDK, which are one call of the episode."""
 
     retried: bool
     """Whether the SDK may retry after a failure. If so, the call ends with the request, not with a failed attempt."""
     form: Form = CHAT
-    asked: dict[str, Any] = field(default_factory=dict)
+    request_body: dict[str, Any] = field(default_factory=dict)
     call: LiveCall = None  # type: ignore[assignment]  # set once there is a request
     failure: str = "unknown"
     """Reason of the last failed attempt."""
@@ -83,7 +83,7 @@ class _Exchange:
         """The request to send: the application's own, or a copy with edited prompts."""
         if not self.edits:
             return request
-        content = edited_body(self.call, self.form, self.asked, request.content)
+        content = edited_body(self.call, self.form, self.request_body, request.content)
         headers = request.headers.copy()
         headers["content-length"] = str(len(content))
         new_request = package_of(request).Request
@@ -91,7 +91,7 @@ class _Exchange:
 
     def answered(self, request: Any, answer: Answer) -> Any:
         """The response that returns a policy's answer; ends the call."""
-        content, kind = self.form.content(self.call, answer, self.asked)
+        content, kind = self.form.content(self.call, answer, self.request_body)
         response = _make_response(request, 200, kind, content, self.call.id)
         self.call.finish(answer)
         return response
@@ -135,7 +135,7 @@ class _Exchange:
         streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
         if error is not None:
             fail_with_error(call, error, part_of(form, raw, streamed))
-        elif not (ended or streamed) or not end_with_body(call, form, self.asked, raw, streamed):
+        elif not (ended or streamed) or not end_with_body(call, form, self.request_body, raw, streamed):
             status: CallStatus = "malformed" if ended else "cancelled"
             cause = "the answer ended" if ended else "the application stopped reading the answer"
             call.fail(status, f"{cause} after {len(raw)} bytes, before it was whole", part_of(form, raw, streamed))
@@ -148,9 +148,10 @@ _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", d
 
 
 @contextlib.contextmanager
-def _begun_exchange() -> Iterator[None]:
+def _open_exchange() -> Iterator[None]:
     """Open an exchange for one request and its retries. An error that escapes ends the call of the request."""
-    token = _exchange.set(exchange := _Exchange(retried=True))
+    exchange = _Exchange(retried=True)
+    token = _exchange.set(exchange)
     try:
         yield
     except BaseException as error:
@@ -170,7 +171,7 @@ def _wrap_request(original: Any) -> Any:
     def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return original(self, *args, **kwargs)
-        with _begun_exchange():
+        with _open_exchange():
             return original(self, *args, **kwargs)
 
     return request
@@ -182,7 +183,7 @@ def _request_async(original: Any) -> Any:
     async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return await original(self, *args, **kwargs)
-        with _begun_exchange():
+        with _open_exchange():
             return await original(self, *args, **kwargs)
 
     return request
@@ -209,7 +210,7 @@ def _send(original: Any) -> Any:
         except Exception as error:  # noqa: BLE001
             return exchange.refused(request, error)
         if exchange.call.episode.offline:
-            return exchange.refused(request, _OFFLINE)
+            return exchange.refused(request, _NOBODY_ANSWERS)
         try:
             response = original(self, exchange.outgoing(request), **kwargs)
         except BaseException as error:
@@ -236,7 +237,7 @@ def _send_async(original: Any) -> Any:
         except Exception as error:  # noqa: BLE001
             return exchange.refused(request, error)
         if exchange.call.episode.offline:
-            return exchange.refused(request, _OFFLINE)
+            return exchange.refused(request, _NOBODY_ANSWERS)
         try:
             response = await original(self, exchange.outgoing(request), **kwargs)
         except BaseException as error:
@@ -255,31 +256,31 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
     episode = current_episode.get()
     if episode is None:
         return None
-    for form in FORMS:
-        if request.method == "POST" and request.url.path.endswith(form.path):
-            break
-    else:
-        _warn_of_unseen(episode, request)
+    form = _form_of(request)
+    if form is None:
+        _warn_of_unrecorded(episode, request)
         if episode.fixed_embeddings and request.method == "POST" and request.url.path.endswith("/embeddings"):
             return _make_response(request, 200, "application/json", fixed_embeddings(request.content), "cotune")
         return None
     exchange = _exchange.get() or _Exchange(retried=False)
     if exchange.call is not None:
+        # The SDK tries the request again.
         exchange.call.attempts.append(exchange.failure)
         exchange.waits = False
         return exchange
     try:
-        asked = msgspec.json.decode(request.content)
-        if not isinstance(asked, dict):
+        request_body = msgspec.json.decode(request.content)
+        if not isinstance(request_body, dict):
             raise ValueError("the body is not a JSON object")
-        body, unsupported_reason = form.read(asked, episode)
+        body, unsupported_reason = form.read(request_body, episode)
         call = opened_call.get()
         if call is None or call.on_wire or call.ended:
-            plain = undo_edits(call, body)
-            call = episode.start(identify(), plain)
+            unedited_body = undo_edits(call, body)
+            call = episode.start(identify(), unedited_body)
             # If a model class has edited the prompts already, they must not be edited twice.
-            exchange.edits = call.rewritten is not None and plain is body
+            exchange.edits = call.rewritten is not None and unedited_body is body
         elif call.rewritten is None:
+            # The request has what the model class did not know, such as parameters of its client.
             call.read(body)
     except RecordError as error:
         # The gateway of the same run records this request, so it is not lost.
@@ -298,11 +299,20 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
     call.unsupported_reason = unsupported_reason
     exchange.call = call
     exchange.form = form
-    exchange.asked = asked
+    exchange.request_body = request_body
     return exchange
 
 
-def _warn_of_unseen(episode: LiveEpisode, request: Any) -> None:
+def _form_of(request: Any) -> Form | None:
+    """The interface that a request calls a model through; None for other requests."""
+    if request.method == "POST":
+        for form in FORMS:
+            if request.url.path.endswith(form.path):
+                return form
+    return None
+
+
+def _warn_of_unrecorded(episode: LiveEpisode, request: Any) -> None:
     """Warn of a request that is no recorded call although a model works on it."""
     if request.method != "POST":
         return
@@ -311,7 +321,7 @@ def _warn_of_unseen(episode: LiveEpisode, request: Any) -> None:
     elif request.url.path.endswith("/embeddings"):
         port = request.url.port or (443 if request.url.scheme == "https" else 80)
         count_embeddings(episode, f"{request.url.host}:{port}")
-    elif request.url.path.endswith(_UNSEEN):
+    elif request.url.path.endswith(_UNRECORDED_PATHS):
         kind = request.url.path.rpartition("/")[2]
         episode.warn("unseen_call", f"A request to /{kind} has models answer out of sight: that is not recorded.")
 
