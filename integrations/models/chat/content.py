@@ -134,7 +134,9 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 def parsed_arguments(arguments: Any) -> Any:
     """The arguments of a call: as an object if they are JSON, otherwise as the model wrote them."""
+    if arguments is not None and not isinstance(arguments, str):
+        return arguments
     try:
-        return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+        return json.loads(arguments or "{}")
     except ValueError:
         return arguments

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.errors import RequestRefused, SamplerError, install_extra
-from cotune.integrations.models.chat.grammar_trial import Trials, first_error_line
+from cotune.integrations.models.chat.grammar_trial import NOT_ENFORCEABLE, REMEDY, Trials, first_error_line
 from cotune.integrations.models.chat.grammar_worker import BYTES, open_tokenizer
 from cotune.integrations.models.memory import process_memory
 from cotune.runtime.bounded_cache import BoundedCache
@@ -138,17 +138,14 @@ class Grammars:
 
         matcher = LLMatcher(self._open_library(), LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
-            raise RequestRefused(
-                f"The structured output of the request cannot be enforced: {first_error_line(matcher.get_error())}.",
-                "Remove the named feature from the schema, or ask for plain text and check the reply.",
-            )
+            raise RequestRefused(f"{NOT_ENFORCEABLE}: {first_error_line(matcher.get_error())}.", REMEDY)
         return matcher
 
     def _open_library(self) -> Any:
         if self._tokenizer is None:
-            self._tokenizer, described = _open(self._source, self._vocabulary)
-            self._trials = Trials(described)
-            self._spells = "json" in described and all(_can_write(self._tokenizer, text) for text in PRINTED)
+            self._tokenizer, description = _open(self._source, self._vocabulary)
+            self._trials = Trials(description)
+            self._spells = "json" in description and all(_can_write(self._tokenizer, text) for text in PRINTED)
         return self._tokenizer
 
 
@@ -159,7 +156,7 @@ def _can_write(tokenizer: Any, text: str) -> bool:
 
 def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
     """llguidance's tokenizer, and its description for other processes. Raises SamplerError for an unreadable one."""
-    described: dict[str, Any] = {"vocabulary": vocabulary, "eos": tokenizer.eos_token_id}
+    description: dict[str, Any] = {"vocabulary": vocabulary, "eos": tokenizer.eos_token_id}
     fast = getattr(tokenizer, "backend_tokenizer", None)
     first = "it is not a fast one"
     try:
@@ -167,18 +164,18 @@ def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
             fast = copy.copy(fast)
             fast.no_padding()
             fast.no_truncation()
-            described["json"] = fast.to_str()
-            return open_tokenizer(described), described
+            description["json"] = fast.to_str()
+            return open_tokenizer(description), description
     except ImportError as error:
         raise SamplerError(
             "Structured output needs llguidance, which is not installed.", install_extra("train")
         ) from error
     except ValueError as error:
         first = str(error).splitlines()[0]
-        del described["json"]
+        del description["json"]
     try:
-        described.update(_tokenizer_texts(tokenizer))
-        return open_tokenizer(described, lambda text: tokenizer.encode(text, add_special_tokens=False)), described
+        description.update(_tokenizer_texts(tokenizer))
+        return open_tokenizer(description, lambda text: tokenizer.encode(text, add_special_tokens=False)), description
     except ValueError as error:
         raise SamplerError(
             f"Structured output does not know this tokenizer: {first}; {error}.", "Use a model with a fast tokenizer."

@@ -20,18 +20,20 @@ from cotune.runtime.forks import survives_fork
 
 MOST_TEXT = 1 << 20
 """Most characters of a grammar."""
+NOT_ENFORCEABLE = "The structured output of the request cannot be enforced"
 REMEDY = "Remove the named feature from the schema, or ask for plain text and check the reply."
+"""The beginning of the message about a grammar that is refused, and its remedy."""
 
 
 class Trials:
     """Tries grammars with one tokenizer, in one process that is started again if it has ended.
 
-    `described` is the description of the tokenizer for `grammar_worker.open_tokenizer`; with None, grammars are only
+    `description` is the description of the tokenizer for `grammar_worker.open_tokenizer`; with None, grammars are only
     checked without a tokenizer. Safe to use from several threads.
     """
 
-    def __init__(self, described: dict[str, Any] | None) -> None:
-        self._described = described
+    def __init__(self, description: dict[str, Any] | None) -> None:
+        self._description = description
         self._faults: BoundedCache[str] = BoundedCache(4096, 32 << 20)
         """Grammar -> its fault; empty for one that can be used."""
         self._lock = threading.Lock()
@@ -46,7 +48,7 @@ class Trials:
     def check(self, grammar: str) -> None:
         """Raise RequestRefused for a grammar that cannot be compiled, or only with too much time or memory."""
         if fault := self.fault(grammar):
-            raise RequestRefused(f"The structured output of the request cannot be enforced: {fault}.", REMEDY)
+            raise RequestRefused(f"{NOT_ENFORCEABLE}: {fault}.", REMEDY)
 
     def fault(self, grammar: str) -> str:
         """The reason why llguidance refuses a grammar; empty if it accepts it. The grammar is tried in another process,
@@ -99,7 +101,7 @@ class Trials:
             )
             weakref.finalize(self, _end_worker, self._worker, os.getpid())
             assert self._worker.stdin is not None
-            self._worker.stdin.write(json.dumps(self._described) + "\n")
+            self._worker.stdin.write(json.dumps(self._description) + "\n")
         return self._worker
 
 

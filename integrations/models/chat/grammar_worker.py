@@ -22,39 +22,39 @@ PATIENCE = 60.0
 """Most seconds that this may take on a machine that is busy with other work."""
 BYTES = 64 << 20
 """Most memory that this may take."""
-_ENDED = {
+_REASON_OF_SIGNAL = {
     signal.SIGPROF: f"it takes more than {SECONDS:g} s to prepare",
     signal.SIGALRM: f"it takes more than {SECONDS:g} s to prepare",
 }
 
 
-def open_tokenizer(described: dict[str, Any], encode: Callable[[str], list[int]] | None = None) -> Any:
+def open_tokenizer(description: dict[str, Any], encode: Callable[[str], list[int]] | None = None) -> Any:
     """llguidance's tokenizer, from a description. Raises ValueError.
 
     `encode` tokenizes a text; it is only used for a description without the tokenizer's JSON.
     """
     import llguidance
 
-    if "json" in described:
-        return llguidance.LLTokenizer(described["json"], n_vocab=described["vocabulary"], eos_token=described["eos"])
-    return llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(_Plain(described, encode)), n_vocab=described["vocabulary"]
-    )
+    vocabulary = description["vocabulary"]
+    if "json" in description:
+        return llguidance.LLTokenizer(description["json"], n_vocab=vocabulary, eos_token=description["eos"])
+    tokenizer = llguidance.TokenizerWrapper(_ConcatenatedTokens(description, encode))
+    return llguidance.LLTokenizer(tokenizer, n_vocab=vocabulary)
 
 
-class _Plain:
+class _ConcatenatedTokens:
     """A tokenizer in llguidance's interface, for texts that are the concatenation of their tokens' texts."""
 
-    def __init__(self, described: dict[str, Any], encode: Callable[[str], list[int]] | None) -> None:
+    def __init__(self, description: dict[str, Any], encode: Callable[[str], list[int]] | None) -> None:
         """A tokenizer for llguidance from a description in plain data, as the worker process does not load the model's.
 
         Without `encode`, texts are encoded by the longest matching tokens.
         """
-        self.tokens = [text.encode() for text in described["tokens"]]
-        self.eos_token_id = described["eos"]
-        self.bos_token_id = described["bos"]
-        self.special_token_ids = described["special"]
-        self._ids = {text: id for id, text in enumerate(described["tokens"]) if id not in self.special_token_ids}
+        self.tokens = [text.encode() for text in description["tokens"]]
+        self.eos_token_id = description["eos"]
+        self.bos_token_id = description["bos"]
+        self.special_token_ids = description["special"]
+        self._ids = {text: id for id, text in enumerate(description["tokens"]) if id not in self.special_token_ids}
         self._longest = max(map(len, self._ids), default=1)
         self._encode = encode or self._greedy
 
@@ -101,9 +101,11 @@ def try_in_fork(grammar: str, tokenizer: Any) -> str:
     with os.fdopen(read_end, encoding="utf-8") as answer:
         fault_text = answer.read()
     _, status = os.waitpid(child, 0)
+    # Beyond the limit of memory, the library ends the process by any signal or status.
+    out_of_memory = f"it takes more than {BYTES >> 20} MiB to prepare"
     if os.WIFSIGNALED(status):
-        return _ENDED.get(signal.Signals(os.WTERMSIG(status)), f"it takes more than {BYTES >> 20} MiB to prepare")
-    return fault_text if os.waitstatus_to_exitcode(status) == 0 else f"it takes more than {BYTES >> 20} MiB to prepare"
+        return _REASON_OF_SIGNAL.get(signal.Signals(os.WTERMSIG(status)), out_of_memory)
+    return fault_text if os.waitstatus_to_exitcode(status) == 0 else out_of_memory
 
 
 def _try_within_limits(grammar: str, tokenizer: Any, write_end: int) -> NoReturn:
@@ -128,8 +130,8 @@ def _try_within_limits(grammar: str, tokenizer: Any, write_end: int) -> NoReturn
 def main() -> None:
     """Answer grammars until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this process
-    described = json.loads(sys.stdin.readline() or "null")
-    tokenizer = None if described is None else open_tokenizer(described)
+    description = json.loads(sys.stdin.readline() or "null")
+    tokenizer = None if description is None else open_tokenizer(description)
     for line in sys.stdin:
         print(json.dumps(try_in_fork(json.loads(line), tokenizer)), flush=True)  # noqa: T201
 

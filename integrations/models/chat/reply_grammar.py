@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cotune.errors import RequestRefused
-from cotune.integrations.models.chat.grammar_trial import Trials
+from cotune.integrations.models.chat.grammar_trial import NOT_ENFORCEABLE, Trials
 from cotune.integrations.models.chat.tool_formats import TOOL_CALL, call_grammar
 from cotune.sampling.request_params import (
     GUIDED,
@@ -111,11 +111,12 @@ def _end_rule(syntax: Syntax) -> str:
     return f" ({' | '.join(f'<[{token}]>' for token in syntax.ends)})?" if syntax.ends else ""
 
 
-_LOOKS = 64
+_MOST_TRIES = 64
 """Most parts of a schema that are tried to find the refused one. Each may take a while."""
-_HOLDERS = ("properties", "$defs", "definitions", "patternProperties")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_SCHEMAS_BY_NAME = ("properties", "patternProperties")
+_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+"""Keywords of a schema that hold schemas: by name, in a list, or one."""
 
 
 def refused_place(
@@ -131,53 +132,93 @@ def refused_place(
     for tool in tools or ():
         if function_of(tool).get("strict"):
             schemas.append((f"tool {_name(tool)}", function_of(tool).get("parameters")))
-    tries = 0
+    search = _RefusalSearch(fault)
+    for name, schema in schemas:
+        place = search.find(name, schema) if isinstance(schema, Mapping) else ""
+        if place:
+            return place
+    return ""
 
-    def refusal_reason(schema: Any, root: Mapping[str, Any]) -> str:
+
+class _RefusalSearch:
+    """Finds the part of a schema that the library refuses, by trying its parts one by one."""
+
+    def __init__(self, fault: Callable[[str], str]) -> None:
+        """`fault` returns the reason why a grammar is refused; empty for a grammar that is not."""
+        self._fault = fault
+        self._tries = 0
+
+    def find(self, name: str, root: Mapping[str, Any]) -> str:
+        """The refused part of the schema `root`: place, keyword, value and reason; empty for a schema that is accepted.
+
+        `name` begins the place; it is empty for a request's only schema.
+        """
+        reason = self._refusal_reason(root, root)
+        if not reason:
+            return ""
+        path, schema, reason = self._innermost_refused(root, reason)
+        place = ".".join([name, *path] if name else path) or "the schema"
+        # Find the keyword without which this part would be accepted.
+        for keyword in schema:
+            other_keywords = {key: value for key, value in schema.items() if key != keyword}
+            if keyword != "type" and not self._refusal_reason(other_keywords, root):
+                value = json.dumps(schema[keyword], ensure_ascii=False)[:120]
+                return f"{place}: {keyword} {value} ({reason.rstrip(':')})"
+        return f"{place}: {reason}"
+
+    def _innermost_refused(self, root: Mapping[str, Any], reason: str) -> tuple[list[str], Mapping[str, Any], str]:
+        """The innermost part that is refused by itself: its path, the part, and the reason.
+
+        `reason` is the reason why the whole schema is refused.
+        """
+        path: list[str] = []
+        schema = root
+        followed_references: set[str] = set()
+        while True:
+            part = self._refused_part(schema, root)
+            if part is not None:
+                step, schema = part
+                path.append(step)
+                reason = self._refusal_reason(schema, root) or reason
+                continue
+            target = self._refused_target(schema, root, followed_references)
+            if target is None:
+                return path, schema, reason
+            schema = target
+
+    def _refused_part(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+        """The first part directly inside a schema that is refused by itself, with its place; None without one."""
+        for place, part in _inner_schemas(schema):
+            if self._refusal_reason(part, root):
+                return place, part
+        return None
+
+    def _refused_target(
+        self, schema: Mapping[str, Any], root: Mapping[str, Any], followed: set[str]
+    ) -> Mapping[str, Any] | None:
+        """The target of a schema's reference if it is refused, and was not `followed` before; otherwise None."""
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or reference in followed:
+            return None
+        followed.add(reference)
+        target: Any = root
+        for step in reference.removeprefix("#/").split("/"):
+            target = target.get(step) if isinstance(target, Mapping) else None
+        if isinstance(target, Mapping) and self._refusal_reason(target, root):
+            return target
+        return None
+
+    def _refusal_reason(self, schema: Any, root: Mapping[str, Any]) -> str:
         """The reason why the library refuses a schema of this root; empty if it accepts it, or after too many tries."""
-        nonlocal tries
-        tries += 1
-        if tries > _LOOKS:
+        self._tries += 1
+        if self._tries > _MOST_TRIES:
             return ""
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
         complete = {**definitions, **schema} if isinstance(schema, Mapping) else schema
         try:
-            return fault(f"start: {json_grammar(complete)}")
+            return self._fault(f"start: {json_grammar(complete)}")
         except RequestRefused as refused:
             return refused.cause
-
-    for name, root in schemas:
-        if not isinstance(root, Mapping) or not (reason := refusal_reason(root, root)):
-            continue
-        place = [name] if name else []
-        schema = root
-        visited: set[str] = set()
-        while True:
-            # 1. Descend into the first part that is refused by itself, or into the target of a reference.
-            inner = next(((path, part) for path, part in _inner_schemas(schema) if refusal_reason(part, root)), None)
-            target = schema.get("$ref")
-            if inner is None and isinstance(target, str) and target not in visited:
-                visited.add(target)
-                definition: Any = root
-                for step in target.removeprefix("#/").split("/"):
-                    definition = definition.get(step) if isinstance(definition, Mapping) else None
-                if isinstance(definition, Mapping) and refusal_reason(definition, root):
-                    schema = definition
-                    continue
-            if inner is None:
-                break
-            path, schema = inner
-            place.append(path)
-            reason = refusal_reason(schema, root) or reason
-        # 2. In it, find the keyword without which it would be accepted.
-        for keyword in schema:
-            if keyword != "type" and not refusal_reason(
-                {key: value for key, value in schema.items() if key != keyword}, root
-            ):
-                value = json.dumps(schema[keyword], ensure_ascii=False)[:120]
-                return f"{'.'.join(place) or 'the schema'}: {keyword} {value} ({reason.rstrip(':')})"
-        return f"{'.'.join(place) or 'the schema'}: {reason}"
-    return ""
 
 
 def _inner_schemas(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -186,11 +227,11 @@ def _inner_schemas(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, An
     """
     parts: list[tuple[str, Any]] = []
     for key, value in schema.items():
-        if key in _HOLDERS and key not in ("$defs", "definitions") and isinstance(value, Mapping):
+        if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
             parts += value.items()
-        elif key in _LISTS and isinstance(value, list):
+        elif key in _LISTS_OF_SCHEMAS and isinstance(value, list):
             parts += [(f"{key}[{index}]", part) for index, part in enumerate(value)]
-        elif key in _SINGLE:
+        elif key in _SINGLE_SCHEMAS:
             parts.append((key, value))
     return [(place, part) for place, part in parts if isinstance(part, Mapping)]
 
@@ -251,7 +292,7 @@ def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
             error = refused_place(body, tools, fault) or error
     except RequestRefused as refused:
         return refused.cause
-    return f"The structured output of the request cannot be enforced: {error}." if error else ""
+    return f"{NOT_ENFORCEABLE}: {error}." if error else ""
 
 
 @functools.cache
@@ -267,13 +308,12 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
     """
     if _is_deeper(schema, DEPTH):
         raise RequestRefused(
-            f"The structured output of the request cannot be enforced: its schema is nested more than {DEPTH} deep.",
+            f"{NOT_ENFORCEABLE}: its schema is nested more than {DEPTH} deep.",
             "Use $defs and $ref, or ask for plain text and check the reply.",
         )
     if place := _mixed_patterns(schema):
         raise RequestRefused(
-            "The structured output of the request cannot be enforced: "
-            f"{place}: patternProperties beside properties is not supported.",
+            f"{NOT_ENFORCEABLE}: {place}: patternProperties together with properties is not supported.",
             "Name all properties, or use patternProperties alone.",
         )
     closed = schema if "allOf" in json.dumps(schema) else _close_objects(schema)
@@ -285,8 +325,9 @@ def _format_grammar(body: Mapping[str, Any]) -> str:
     """The grammar of the reply's text that `response_format` asks for; empty for plain text. Raises RequestRefused for
     other forms.
     """
-    if (name := next((name for name in GUIDED if body.get(name) is not None), None)) is not None:
-        raise RequestRefused(f"{name} is not supported.", "Ask for the form as response_format, or by a tool.")
+    for name in GUIDED:
+        if body.get(name) is not None:
+            raise RequestRefused(f"{name} is not supported.", "Ask for the form as response_format, or by a tool.")
     kind = form_type(body)
     if kind == "text":
         return ""

@@ -18,7 +18,7 @@ import msgspec
 from cotune.errors import ConfigError, PromptTooLong, RequestRefused, SamplerError, error_line
 from cotune.integrations.models.chat.content import MARKED, OPEN, SEEING, ControlTokens, for_template
 from cotune.integrations.models.chat.grammar import Grammars
-from cotune.integrations.models.chat.grammar_trial import REMEDY
+from cotune.integrations.models.chat.grammar_trial import NOT_ENFORCEABLE, REMEDY
 from cotune.integrations.models.chat.replies import Replies
 from cotune.integrations.models.chat.reply_grammar import Syntax, refused_place, reply_grammar
 from cotune.integrations.models.chat.time_limit import TookTooLong, time_limit
@@ -145,8 +145,7 @@ class ChatTemplate:
             # With any other cause the template may still render other messages.
             if isinstance(error.__cause__, TookTooLong):
                 fault = f"has a chat template that does not render a message within {PATIENCE:g} s"
-                remedy = "Correct the chat template in the model's folder, or use a model whose template works."
-                raise ConfigError("model", str(model), fault, remedy) from None
+                raise ConfigError("model", str(model), fault, _CORRECT_TEMPLATE) from None
         if chat.tool_format is None and not chat._replies.template:
             log.warning("%s Calls with tools are refused. %s", chat._unknown(), _NAME_IT)
         return chat
@@ -326,7 +325,7 @@ class ChatTemplate:
         grammar = reply_grammar(asked, tools, self._syntax(prompt))
         trials = self._grammars.trials
         if trials.fault(grammar) and (place := refused_place(asked, tools, trials.fault)):
-            raise RequestRefused(f"The structured output of the request cannot be enforced: {place}.", REMEDY)
+            raise RequestRefused(f"{NOT_ENFORCEABLE}: {place}.", REMEDY)
         trials.check(grammar)
         return grammar
 
@@ -402,9 +401,7 @@ class ChatTemplate:
                 )
             return self._images.expanded(text, images) if images and self._images else text
         except TookTooLong as error:
-            raise SamplerError(
-                f"The chat template did not end within {PATIENCE:g} s.", "Repair the model's chat_template.jinja."
-            ) from error
+            raise SamplerError(f"The chat template did not end within {PATIENCE:g} s.", _CORRECT_TEMPLATE) from error
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SamplerError(
                 f"The chat template cannot render these messages: {error_line(error)}.",
@@ -459,6 +456,7 @@ SHOW_TOOLS = (
     'Give the role a policy of kind = "provider", use a model whose template shows tools, or describe them in the '
     'prompt, with calls as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
 )
+_CORRECT_TEMPLATE = "Correct the chat template in the model's folder, or use a model whose template works."
 _REMEDY = "Check the path or id given as --model."
 
 

@@ -18,11 +18,13 @@ from cotune.integrations.models.chat.tool_formats import REASONING
 from cotune.records.ids import pack_ids, unpack_ids
 from cotune.runtime.bounded_cache import BoundedCache
 
-_PLACE = "\ue000reply {}\ue001"
-_TAIL = 16
+_MARK = "\ue000reply {}\ue001"
+"""Stands for a reply with this number in a rendered prompt. Its first and last characters are for private use."""
+_TAIL_TOKENS = 16
 """Number of tokens before a reply that are decoded with it. A tokenizer may decode a token differently at the beginning
 of a text."""
-_WIDTH = len(pack_ids([0]))
+_ID_BYTES = len(pack_ids([0]))
+"""Bytes of a packed token id."""
 _OVERHEAD = 300
 """About the bytes of a cached text without the text and its path."""
 PATHS = 65_536
@@ -64,7 +66,7 @@ class PathTexts:
     def _decode_after(self, base: bytes, path: bytes) -> str:
         """The text of a path, from the text of its beginning `base` if this is cached."""
         if base and (base_text := self._texts.get(base)) is not None:
-            tail = base[-_TAIL * _WIDTH :]
+            tail = base[-_TAIL_TOKENS * _ID_BYTES :]
             before = self.decode(unpack_ids(tail))
             both = self.decode(unpack_ids(tail + path[len(base) :]))
             if base_text.endswith(before) and both.startswith(before):
@@ -105,17 +107,16 @@ class EarlierIds:
 
         A path may end with another end token than the template writes. Then it is used without its end token.
         """
-        # The paths are sorted, longest first, so the first match is the longest. A path is packed token ids, `_WIDTH`
-        # bytes each.
+        # The paths are sorted, longest first, so the first match is the longest.
         for i, path in enumerate(self.paths):
             path_text = self._text(i)
             if path_text and text.startswith(path_text):
                 return path, text[len(path_text) :]
-            if (end := self._ends.get(path[-_WIDTH:])) is not None:
+            if (end := self._ends.get(path[-_ID_BYTES:])) is not None:
                 without_end = path_text.removesuffix(end)
                 if without_end and text.startswith(tuple(without_end + end for end in self._ends.values())):
                     # The remaining text still begins with the template's end token.
-                    return path[:-_WIDTH], text[len(without_end) :]
+                    return path[:-_ID_BYTES], text[len(without_end) :]
         return b"", text
 
     def spelled(
@@ -164,10 +165,10 @@ class EarlierIds:
         if len(chosen) < len(places):
             places = places[: len(chosen)]
             marked = template(_with_marks(messages, places))
-        if not canonical.endswith(marked.rpartition(_PLACE.format(places[-1]))[2]):
+        if not canonical.endswith(marked.rpartition(_MARK.format(places[-1]))[2]):
             return None
         for i, reply_text in zip(places, chosen, strict=True):
-            marked = marked.replace(_PLACE.format(i), reply_text)
+            marked = marked.replace(_MARK.format(i), reply_text)
         return marked
 
     def _replies(self, numbers: Iterable[int]) -> Iterator[Reply]:
@@ -197,7 +198,7 @@ class EarlierIds:
         prompt_text = self._text_of(prompt)
         if not text.startswith(prompt_text):
             return None
-        text = text[len(prompt_text) :].removesuffix(self._ends.get(path[-_WIDTH:], ""))
+        text = text[len(prompt_text) :].removesuffix(self._ends.get(path[-_ID_BYTES:], ""))
         message = self._parse(unpack_ids(prompt), unpack_ids(path[len(prompt) :]))
         if message.get("reasoning_content"):
             text = text.partition(REASONING[1])[2].lstrip("\n")
@@ -242,13 +243,13 @@ def _with_marks(messages: Messages, places: Sequence[int]) -> list[dict[str, Any
     marked = [dict(message) for message in messages]
     for i in places:
         marked[i].pop("tool_calls", None)
-        marked[i]["content"] = _PLACE.format(i)
+        marked[i]["content"] = _MARK.format(i)
     return marked
 
 
 def _split_at_marks(text: str, count: int) -> list[str] | None:
     """The text around the marks; None unless the template shows each mark exactly once."""
-    head, _, _ = _PLACE.partition("{}")
+    head, _, _ = _MARK.partition("{}")
     first, *parts = text.split(head)
     pieces = [first, *(part.partition("\ue001")[2] for part in parts)]
     return pieces if len(pieces) == count + 1 else None

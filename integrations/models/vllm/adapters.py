@@ -21,7 +21,7 @@ from cotune.sampling.protocol import Weights
 SHARED_MEMORY = Path("/dev/shm")
 FOLDERS = "cotune-weights"
 """How the names of folders with weights begin."""
-_OF_VLLM = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
+_FILES_OF_VLLM = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 
 
 class SharedFolders:
@@ -34,7 +34,7 @@ class SharedFolders:
 
     def __init__(self, parent: Path | None = None) -> None:
         self._parent = parent
-        self._made: dict[Path, Path] = {}
+        self._own_folders: dict[Path, Path] = {}
         self._owned = ExitStack()
 
     def make(self, name: str, size: int) -> Path:
@@ -43,27 +43,28 @@ class SharedFolders:
         if parent is None:
             fits_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
             parent = SHARED_MEMORY if fits_memory else Path(tempfile.gettempdir())
-        folder = self._in(parent) / file_name(name)
+        folder = self._folder_in(parent) / file_name(name)
         folder.mkdir()
         return folder
 
     def adopt(self, files: Sequence[Path]) -> None:
         """Also remove these files in `close`, or after this process was killed."""
         if files:
-            remove_together(self._in(self._parent or SHARED_MEMORY), files)
+            remove_together(self._folder_in(self._parent or SHARED_MEMORY), files)
 
-    def _in(self, parent: Path) -> Path:
-        if parent not in self._made:
-            self._made[parent] = self._owned.enter_context(owned_folder(parent, FOLDERS))
-        return self._made[parent]
+    def _folder_in(self, parent: Path) -> Path:
+        """This object's own folder in `parent`, made at its first use."""
+        if parent not in self._own_folders:
+            self._own_folders[parent] = self._owned.enter_context(owned_folder(parent, FOLDERS))
+        return self._own_folders[parent]
 
     def remove(self, name: str) -> None:
-        for parent in self._made.values():
+        for parent in self._own_folders.values():
             shutil.rmtree(parent / file_name(name), ignore_errors=True)
 
     def close(self) -> None:
         self._owned.close()
-        self._made.clear()
+        self._own_folders.clear()
 
 
 def write_shared(folders: SharedFolders, name: str, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Path:
@@ -97,7 +98,7 @@ def left_in_shared_memory() -> list[Path]:
     files = set()
     for process in psutil.Process().children(recursive=True):
         try:
-            files |= {Path(m.path) for m in process.memory_maps() if m.path.startswith(_OF_VLLM)}
+            files |= {Path(m.path) for m in process.memory_maps() if m.path.startswith(_FILES_OF_VLLM)}
         except psutil.Error:
-            continue
+            continue  # it has ended, or may not be read
     return sorted(files)

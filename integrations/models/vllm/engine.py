@@ -246,9 +246,9 @@ class VllmSampler(LoopSampler):
         # vLLM caches prefixes by the adapter's name, so a version that is loaded again needs another name.
         name = f"{policy}#{number}"
         folder = await asyncio.to_thread(write_shared, self._folders, name, policy, weights, lora)
-        return await self._add(policy, name, number, folder)
+        return await self._add_adapter(policy, name, number, folder)
 
-    async def _add(self, policy: PolicyRef, name: str, number: int, folder: Path) -> Version:
+    async def _add_adapter(self, policy: PolicyRef, name: str, number: int, folder: Path) -> Version:
         """Add an adapter to the engine, and compare its values in all workers. A failed adapter is removed again."""
         from vllm.lora.request import LoRARequest
 

@@ -134,7 +134,7 @@ class VllmHttpSampler(LoopSampler):
         empty = self._skeleton.empty_adapter(rank)
         folder = await asyncio.to_thread(write_shared, self._folders, name, BASE, empty, lora)
         try:
-            await self._put(name, folder)
+            await self._load_adapter(name, folder)
         except SamplerError as error:
             raise self._client.refused(
                 f"does not take adapters of rank {rank} ({error.cause})",
@@ -182,7 +182,7 @@ class VllmHttpSampler(LoopSampler):
         name = f"{policy}#{next(self._adapter_numbers)}-{self._mark}"
         folder = await asyncio.to_thread(write_shared, self._folders, name, policy, weights, lora)
         try:
-            await self._put(name, folder)
+            await self._load_adapter(name, folder)
             if not any(card.id == name and card.root == str(folder) for card in await self._client.models()):
                 cause = f"{self._client.url} does not list {name} after it was loaded."
                 raise SamplerError(cause, "Read the server's log.")
@@ -192,14 +192,14 @@ class VllmHttpSampler(LoopSampler):
             raise
 
     async def _unload(self, version: Version) -> None:
-        await self._take_out(version.target)
+        await self._unload_adapter(version.target)
         self._folders.remove(version.target)
 
-    async def _put(self, name: str, folder: Path) -> None:
+    async def _load_adapter(self, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         await self._client.post("/v1/load_lora_adapter", body, seconds=CONTROL_SECONDS)
 
-    async def _take_out(self, name: str) -> None:
+    async def _unload_adapter(self, name: str) -> None:
         await self._client.post("/v1/unload_lora_adapter", {"lora_name": name}, seconds=CONTROL_SECONDS)
 
     async def _info(self) -> SamplerInfo:
@@ -213,7 +213,7 @@ class VllmHttpSampler(LoopSampler):
         base = [self._base_name] if self._base_name else []
         for name in [*base, *(version.target for version in self._versions.all())]:
             try:
-                await self._take_out(name)
+                await self._unload_adapter(name)
             except SamplerError as error:
                 log.warning("%s is left in the server: %s", name, error)
         await self._client.aclose()

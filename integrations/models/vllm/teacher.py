@@ -82,9 +82,10 @@ class VllmTeacher:
         self._model = ""
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._failed = 0
-        """The number of rows without an answer since the last answer. `_last` is the latest reason."""
-        self._last = ""
+        self._failed_rows = 0
+        """The number of rows without an answer since the last answer."""
+        self._last_failure = ""
+        """The latest reason why a row has no answer."""
         self._closed = False
         self._warned: set[str] = set()
         self.url = asyncio.run(self._check(tokenizer))
@@ -108,7 +109,7 @@ class VllmTeacher:
         self._counts["unscored"] += faults.total()
         if self._gone or faults.total() == len(rows):
             cause = "no longer answers" if self._gone else f"has scored none of {len(rows)} rows"
-            why = self._last or faults.most_common(1)[0][0]
+            why = self._last_failure or faults.most_common(1)[0][0]
             raise LearnerError(f"The teacher {self.url} {cause}: {why}.", "Correct that, then continue with --resume.")
         for fault in sorted(faults.keys() - self._warned):
             log.warning(
@@ -123,7 +124,7 @@ class VllmTeacher:
 
     @property
     def _gone(self) -> bool:
-        return self._closed or self._failed >= self.concurrency
+        return self._closed or self._failed_rows >= self.concurrency
 
     async def _score_row(
         self, server: VllmClient, places: asyncio.Semaphore, row: TrainRow
@@ -135,27 +136,9 @@ class VllmTeacher:
             return "drawn with images, which a server is not sent"
         ids = [*row.prompt_ids, *row.response_ids]
         async with places:
-            for attempt in range(self._retries + 1):
-                if self._gone:
-                    return self._last or "it was closed"
-                if attempt:
-                    await asyncio.sleep(PAUSE * 2 ** (attempt - 1))
-                    self._counts["retried"] += 1
-                try:
-                    logprobs = await self._prompt_logprobs(server, ids)
-                    break
-                except SamplerError as error:
-                    failure = error_line(error)
-                    if isinstance(error, RequestRefused) or isinstance(error.__cause__, msgspec.DecodeError):
-                        self._failed = 0  # the server has answered, and would repeat the same answer
-                        return failure
-                    if "Timeout" in type(error.__cause__).__name__:  # of httpx
-                        self._counts["timeouts"] += 1
-            else:
-                self._failed = self._failed + 1
-                self._last = failure
-                return failure
-        self._failed = 0
+            logprobs = await self._ask_with_retries(server, ids)
+        if isinstance(logprobs, str):
+            return logprobs
         try:
             scores = [logprobs[at][str(ids[at])].logprob for at in range(len(row.prompt_ids), len(ids))]  # type: ignore[index]
         except (KeyError, TypeError):
@@ -163,6 +146,31 @@ class VllmTeacher:
         if min(scores) <= IMPOSSIBLE:
             return "the teacher gives a token no probability at all"
         return np.array(scores, np.float32)
+
+    async def _ask_with_retries(self, server: VllmClient, ids: Sequence[int]) -> list[dict[str, _Logprob] | None] | str:
+        """The log-probabilities of these tokens, or the reason why there are none after all retries."""
+        failure = ""
+        for attempt in range(self._retries + 1):
+            if self._gone:
+                return self._last_failure or "it was closed"
+            if attempt:
+                await asyncio.sleep(PAUSE * 2 ** (attempt - 1))
+                self._counts["retried"] += 1
+            try:
+                logprobs = await self._prompt_logprobs(server, ids)
+            except SamplerError as error:
+                failure = error_line(error)
+                if isinstance(error, RequestRefused) or isinstance(error.__cause__, msgspec.DecodeError):
+                    self._failed_rows = 0  # the server has answered, and would repeat the same answer
+                    return failure
+                if "Timeout" in type(error.__cause__).__name__:  # of httpx
+                    self._counts["timeouts"] += 1
+            else:
+                self._failed_rows = 0
+                return logprobs
+        self._failed_rows += 1
+        self._last_failure = failure
+        return failure
 
     async def _prompt_logprobs(
         self, server: VllmClient, ids: Sequence[int], best: int = 0

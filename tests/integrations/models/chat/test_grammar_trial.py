@@ -76,7 +76,7 @@ def test_a_process_that_cannot_start_is_told_of(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", str(tmp_path / "none"))
         assert "No such file or directory" in made.fault(asked)
-    made._described = None
+    made._description = None
     assert made.fault(asked) == "", "once it starts again"
 
 
