@@ -99,7 +99,7 @@ def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]
             genai_request = _request_messages(attributes, left_out)
             if genai_request is None:
                 return [], []
-            return genai_request, _answer_message(attributes, left_out)
+            return genai_request, _answer_messages(attributes, left_out)
     request = [_openinference(fields) for fields in fields_by_number(span.attributes, "llm.input_messages")]
     answers = [_openinference(fields) for fields in fields_by_number(span.attributes, "llm.output_messages")]
     if not request and not answers:
@@ -137,21 +137,23 @@ def _request_messages(attributes: Mapping[str, Any], left_out: Counter[str]) -> 
         if value is None and attributes.get(name) is not None:
             return None
     messages = from_parts({"role": "system", "parts": _as_list(system)}, left_out) if system else []
-    for message in _readable_value(inputs, left_out):
+    for message in _readable_messages(inputs, left_out):
         messages += from_parts(message, left_out)
     return messages
 
 
-def _answer_message(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
+def _answer_messages(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
+    """The messages of an answer, with their finish reasons."""
     messages = []
     outputs = json_value(attributes.get(names.OUTPUT_MESSAGES), names.OUTPUT_MESSAGES, left_out)
-    for message in _readable_value(outputs, left_out):
+    for message in _readable_messages(outputs, left_out):
         answer = from_parts({"role": "assistant", **message}, left_out)[0]
         messages.append(with_reason(answer, message))
     return messages
 
 
-def _readable_value(value: Any, left_out: Counter[str]) -> list[Mapping[str, Any]]:
+def _readable_messages(value: Any, left_out: Counter[str]) -> list[Mapping[str, Any]]:
+    """The messages in a decoded attribute. Items of another form are counted in `left_out`."""
     messages = _as_list(value)
     readable = [message for message in messages if isinstance(message, Mapping)]
     if len(readable) < len(messages):

@@ -234,7 +234,7 @@ class _EpisodeImport:
         messages, answers = messages_of(chat, self.left_out)
         if not messages:
             self.left_out["call_without_messages"] += 1
-        candidates = self._candidates(chat, answers)
+        answer = self._answer(chat, answers)  # first: a call whose answer cannot be read leaves no trace
         caller = CallerContext(role, str(attributes.get(names.INTEGRATION) or "opentelemetry"))
         model = str(first_value(attributes, names.REQUEST_MODEL, "llm.model_name", "gen_ai.response.model") or "")
         body = {
@@ -242,35 +242,48 @@ class _EpisodeImport:
             "messages": messages,
             "tools": tools_of(attributes, self.left_out),
             "model": model,
+            "stream": bool(attributes.get(names.REQUEST_STREAM)),
         }
-        body["stream"] = bool(attributes.get(names.REQUEST_STREAM))
         call = PendingCall(self.id, caller, step, turn, body)
         call.id = self.ids[chat.id]
         call.started = chat.start / 1e9
         call.attempts = ["unknown"] * min(count_or_zero(attributes.get(names.ATTEMPTS)), _ATTEMPTS)
+        # Links of the span name the calls whose answers it read. Without any, they are found by their texts.
         linked = tuple(self.ids[link] for link in chat.links if link in self.ids)
         self.call_records.link(call)
         call.parents = linked or call.parents
+        status = self._status(chat)
+        error = None
+        if status != "ok":
+            error = chat.failed or "no answer was recorded"
+        *bodies, record = self.call_records.ended(call, answer, status, error)
+        assert isinstance(record, CallRecord)
+        self._rewards(chat, call.id)
+        if chat.end < chat.start:
+            self.left_out["negative_latency"] += 1
+        latency = max(chat.end - chat.start, 0) / 1e9
+        return [*bodies, msgspec.structs.replace(record, latency=latency)]
+
+    def _answer(self, chat: Span, messages: Sequence[Mapping[str, Any]]) -> Answer:
+        """The answer in a chat span, whose candidates have these messages."""
+        attributes = chat.attributes
+        candidates = self._candidates(chat, messages)
         chosen = attributes.get(names.CHOSEN)
-        policy = attributes.get(names.POLICY)
-        answer = Answer(
+        if not isinstance(chosen, int) or not 0 <= chosen < len(candidates):
+            chosen = 0
+        policy = None
+        if attributes.get(names.POLICY):
+            policy = PolicyRef(str(attributes[names.POLICY]), count_or_zero(attributes.get(names.POLICY_VERSION)))
+        return Answer(
             candidates=candidates,
-            chosen=chosen if isinstance(chosen, int) and 0 <= chosen < len(candidates) else 0,
+            chosen=chosen,
             prompt_ids=tuple(attributes.get(names.PROMPT_IDS) or ()),
-            policy=PolicyRef(str(policy), count_or_zero(attributes.get(names.POLICY_VERSION))) if policy else None,
+            policy=policy,
             usage=Usage(
                 count_or_zero(first_value(attributes, *_PROMPT_TOKENS)),
                 count_or_zero(first_value(attributes, *_ANSWER_TOKENS)),
             ),
         )
-        status = self._status(chat)
-        error = None if status == "ok" else chat.failed or "no answer was recorded"
-        *others, record = self.call_records.ended(call, answer, status, error)
-        assert isinstance(record, CallRecord)
-        self._rewards(chat, call.id)
-        if chat.end < chat.start:
-            self.left_out["negative_latency"] += 1
-        return [*others, msgspec.structs.replace(record, latency=max(chat.end - chat.start, 0) / 1e9)]
 
     def _candidates(self, chat: Span, answers: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
         """The candidates in a chat span.

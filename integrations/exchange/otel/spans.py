@@ -288,28 +288,14 @@ class _Episode:
             return results
         same_answers = 0
         for position in range(place, len(self.calls) - 1):
-            # Several turns may call tools with the same ids. The history of a later call ends with the answers of the
-            # last turns, so this answer is found by counting equal ones from the end.
             earlier = self.calls[position]
             later = self.calls[position + 1]
             same_answers += earlier.role == call.role and _chosen_ids(earlier) == ids
-            messages = self.messages[later.id]
-            answer_places = [index for index, message in enumerate(messages) if _tool_ids(message) == ids]
-            if answer_places:
-                answer_place = answer_places[-same_answers] if same_answers <= len(answer_places) else len(messages)
-                following = messages[answer_place + 1 :]
-            elif any(self.tool_ids[id] > 1 for id in ids):
-                following = []
-            else:
-                # The application has rewritten its history, but ids that occur once are still clear.
-                following = messages
-
-            for message in following:
-                if message.get("role") == "assistant" and answer_places:
-                    break
+            for message in self._messages_after_answer(later, ids, same_answers):
                 id = message.get("tool_call_id")
                 if message.get("role") != "tool" or id is None:
                     continue
+                # Several tools of one answer may have the same id: their results come in order.
                 open_places = [index for index, tool_id in enumerate(ids) if tool_id == id and results[index] is None]
                 if open_places:
                     start = _end_of_call(call)
@@ -318,6 +304,27 @@ class _Episode:
             if any(results):
                 break
         return results
+
+    def _messages_after_answer(self, later: CallRecord, ids: list[Any], count: int) -> list[Mapping[str, Any]]:
+        """The messages in the prompt of a later call that follow the answer with these ids of tool calls, up to the
+        next answer.
+
+        Several turns may call tools with the same ids. The prompt ends with the answers of the last turns, so the
+        answer is the one at position `count` among equal ones, counted from the end.
+        """
+        messages = self.messages[later.id]
+        answer_places = [index for index, message in enumerate(messages) if _tool_ids(message) == ids]
+        if not answer_places:
+            # The application has rewritten its history, but ids that occur once are still clear.
+            return [] if any(self.tool_ids[id] > 1 for id in ids) else messages
+        if count > len(answer_places):
+            return []
+        following = []
+        for message in messages[answer_places[-count] + 1 :]:
+            if message.get("role") == "assistant":
+                break
+            following.append(message)
+        return following
 
     def _replay_result(self, id: Any, name: Any, number: int) -> tuple[int, int, Any] | None:
         """Start, end and result of a tool as they were recorded for a replay; of equal ids, the one of this number."""

@@ -100,7 +100,9 @@ class Tracker:
         elif self._tool == "mlflow":
             import mlflow
 
-            by_column = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
+            by_column = {}
+            for position, column in enumerate(columns):
+                by_column[column] = [row[position] for row in rows]
             mlflow.log_table(by_column, f"{name}/step-{step:06d}.json")
 
     def keep(self, folder: Path, name: str, *, without: str) -> None:
