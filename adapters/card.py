@@ -190,19 +190,19 @@ def _role_row(manifest: Manifest, entry: ExportedRole) -> Sequence[str]:
     return (entry.role, policy.name, str(policy.version), kind, policy.folder or "", base, digest)
 
 
-def _results(about: Background) -> Iterator[str]:
+def _results(background: Background) -> Iterator[str]:
     """The headline of the run, without outcomes selected among candidates."""
-    changes = [change for change in about.headline.changes if change.kind != "selected"]
+    changes = [change for change in background.headline.changes if change.kind != "selected"]
     if changes:
         yield "## Results"
-        if about.headline.verdict:
-            yield f"**{about.headline.verdict}**"
+        if background.headline.verdict:
+            yield f"**{background.headline.verdict}**"
         yield "\n".join(f"- {change_text(change)}" for change in changes)
 
 
-def _has_image(about: Background) -> bool:
+def _has_image(background: Background) -> bool:
     """Whether there is a curve to draw. A single step is shown as a figure only."""
-    return any(len(chart.steps) > 1 for chart in about.charts)
+    return any(len(chart.steps) > 1 for chart in background.charts)
 
 
 def _curves(background: Background) -> Iterator[str]:
@@ -226,20 +226,20 @@ def _curves(background: Background) -> Iterator[str]:
     yield "\n".join(f"- {chart.title}: {chart.help}" for chart in background.charts)
 
 
-def _evaluation(about: Background) -> Iterator[str]:
+def _evaluation(background: Background) -> Iterator[str]:
     """The section about held-out tasks: the figures of each mode, or the command that evaluates the export."""
-    if about.unevaluated:
+    if background.unevaluated:
         yield "## Evaluation"
-        yield f"{about.unevaluated} To evaluate it:"
-        yield f"```sh\n{evaluation_command(about.facts.workflow, 'PATH/TO/THIS/FOLDER')}\n```"
-    if about.evaluated is None:
+        yield f"{background.unevaluated} To evaluate it:"
+        yield f"```sh\n{evaluation_command(background.facts.workflow, 'PATH/TO/THIS/FOLDER')}\n```"
+    if background.evaluated is None:
         return
     yield "## Evaluation"
     yield (
         "On held-out tasks, with 95% intervals and the number of tasks. `base` is untrained, `swapped` gives each role "
         "another's policy. The policies were trained on `reward`."
     )
-    modes = about.evaluated.evaluations
+    modes = background.evaluated.evaluations
     heads = ["", "success", "reward", "episodes", "failed"]
     rows = []
     for label, mode in modes.items():
@@ -252,7 +252,7 @@ def _evaluation(about: Background) -> Iterator[str]:
         for row, mode in zip(rows, modes.values(), strict=True):
             row.insert(3, _interval_cell(mode.outcome))
     yield _table(heads, rows)
-    verdicts = [comparison.verdict for comparison in about.evaluated.comparisons if comparison.verdict]
+    verdicts = [comparison.verdict for comparison in background.evaluated.comparisons if comparison.verdict]
     if verdicts:
         yield "\n".join(f"- {verdict}" for verdict in verdicts)
 
@@ -266,16 +266,16 @@ def _interval_cell(interval: Interval | None, percent: bool = False) -> str:
     return f"{interval_text(interval, percent)} of {interval.n}" if interval else ""
 
 
-def _costs(about: Background) -> Iterator[str]:
+def _costs(background: Background) -> Iterator[str]:
     """Tokens, and money if every model has a price in `[prices]` of the run or of its evaluation."""
     rows = []
-    for role, use in about.uses.items():
+    for role, use in background.uses.items():
         tokens = (f"{use.prompt:,}", f"{use.completion:,}")
         rows.append((f"training: {role}", f"{use.calls:,}", *tokens, _money(use.cost)))
-    if about.facts.judge_cost:
-        rows.append(("training: judges", "", "", "", _money(about.facts.judge_cost)))
-    if about.evaluated:
-        for mode, evaluation in about.evaluated.evaluations.items():
+    if background.facts.judge_cost:
+        rows.append(("training: judges", "", "", "", _money(background.facts.judge_cost)))
+    if background.evaluated:
+        for mode, evaluation in background.evaluated.evaluations.items():
             tokens = (f"{evaluation.use.prompt_tokens:,}", f"{evaluation.use.completion_tokens:,}")
             cost = evaluation.use.cost
             cost_text = ""

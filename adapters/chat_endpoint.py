@@ -27,9 +27,9 @@ from cotune.integrations.web.http.requests import (
     Access,
     ClientGone,
     RequestError,
+    checked_key,
     header,
     invalid_value,
-    own_key,
     refusal,
     unless_gone,
 )
@@ -134,7 +134,7 @@ class ChatEndpoint:
             raise invalid_value(error) from None
         # The responder honours some fields of other servers and refuses others.
         others = {name: value for name, value in body.items() if name not in ChatRequest.__struct_fields__}
-        call = self._start_call(request, others, own_key(header(scope, b"x-cotune-key")))
+        call = self._start_call(request, others, checked_key(header(scope, b"x-cotune-key")))
         try:
             content, kind = await unless_gone(receive, functools.partial(self._answer, request, call))
         except ClientGone:

@@ -158,7 +158,7 @@ class Deployment:
 
     def __enter__(self) -> Deployment:
         self._require_closed()
-        self._ready(None if self.source is None else run_sync(open_local(self.source, base=self._base)))
+        self._begin(None if self.source is None else run_sync(open_local(self.source, base=self._base)))
         return self
 
     @property
@@ -175,7 +175,7 @@ class Deployment:
 
     async def __aenter__(self) -> Deployment:
         self._require_closed()
-        self._ready(None if self.source is None else await open_local(self.source, base=self._base))
+        self._begin(None if self.source is None else await open_local(self.source, base=self._base))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -207,7 +207,7 @@ class Deployment:
     def _name(self) -> str:
         return "This deployment" if self.source is None else str(self.source)
 
-    def _ready(self, local: LocalPolicies | None) -> None:
+    def _begin(self, local: LocalPolicies | None) -> None:
         """Install the hooks and open the episode of the deployment, once its policies are loaded.
 
         `local` is None if the application's provider answers every call.

@@ -106,8 +106,7 @@ def role_and_agent(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
         if inner.kind == "tool":
             names.append(inner.name)
         elif inner.kind == "node":
-            hidden = inner.name in _PREBUILT
-            if hidden:
+            if inner.name in _PREBUILT:
                 prebuilt = prebuilt or inner.name
             elif inner.name.endswith(_MIDDLEWARE):
                 if not names:
@@ -115,17 +114,10 @@ def role_and_agent(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
                 names.append(inner.name.rpartition(".")[0])
             else:
                 names.append(inner.name)
-            # The graph of a node may be a named agent: then the role begins here. The name in the metadata counts only
-            # if it is not inherited from an outer graph.
-            graph = inner.parent
-            if graph is not None and graph.kind == "chain":
-                outer = graph.parent.agent if graph.parent else None
-                agent = graph.agent if graph.agent == graph.name or graph.agent != outer else None
-                if not agent and (hidden or inner.name in _HOOKS) and not is_nameless(graph.name):
-                    agent = graph.name
-                if agent:
-                    names.append(agent)
-                    break
+            agent = _agent_of_node(inner)
+            if agent:
+                names.append(agent)  # the role begins with the innermost named agent
+                break
         # A middleware is named once, by the outermost run that was started in it.
         if inner.middleware is not None and inner.middleware is not (inner.parent.middleware if inner.parent else None):
             names.append(source or inner.middleware.name)
@@ -137,6 +129,24 @@ def role_and_agent(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
     if names:
         return "/".join(reversed(names)), None
     return prebuilt or "app", outermost.nameless if prebuilt else None
+
+
+def _agent_of_node(node: GraphRun) -> str | None:
+    """The name of the agent whose graph contains a node; None if this graph is no named agent.
+
+    The name in the metadata counts only if it is not inherited from an outer graph. A graph with a node of a prebuilt
+    agent is an agent by its own name.
+    """
+    graph = node.parent
+    if graph is None or graph.kind != "chain":
+        return None
+    agent_of_outer = graph.parent.agent if graph.parent else None
+    if graph.agent and (graph.agent == graph.name or graph.agent != agent_of_outer):
+        return graph.agent
+    is_prebuilt_node = node.name in _PREBUILT or node.name in _HOOKS
+    if is_prebuilt_node and not is_nameless(graph.name):
+        return graph.name
+    return None
 
 
 def nodes_of(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from cotune.integrations.apps.anthropic.messages import MESSAGES
 from cotune.integrations.apps.openai.forms import FORMS, Form
-from cotune.integrations.web.http.requests import RequestError, header, own_key
+from cotune.integrations.web.http.requests import RequestError, checked_key, header
 
 _PATH = re.compile(r"(?:/e/(?P<episode>[^/]*))?(?:/r/(?P<role>[^/]*))?/v1/(?P<tail>.*)", re.DOTALL)
 _ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
@@ -149,7 +149,7 @@ def caller_identity(scope: Scope, address: Address, role_header: str = "") -> Id
         role="app" if role is None else _checked_role(role),
         named=role is not None,
         parents=tuple(_checked_id(parent, "parent") for parent in parents if parent),
-        key=own_key(fields.get("key", "")),
+        key=checked_key(fields.get("key", "")),
     )
 
 

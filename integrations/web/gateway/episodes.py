@@ -20,7 +20,7 @@ from cotune.integrations.web.gateway.address import Identity
 from cotune.integrations.web.gateway.exchange import Exchange
 from cotune.integrations.web.gateway.settings import GatewayConfig
 from cotune.integrations.web.http.bodies import in_thread_if_large
-from cotune.integrations.web.http.requests import RequestError, own_key
+from cotune.integrations.web.http.requests import RequestError, checked_key
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Sink
 from cotune.recording.redaction import Redaction
@@ -112,7 +112,7 @@ class Episodes:
         """Open an episode of a task. Raises RequestError if too many are open, or if this gateway does not record."""
         if self.sink is None:
             raise RequestError(404, "The workflow that runs here opens its episodes itself.", code="not_recording")
-        own_key(options.key)
+        checked_key(options.key)
         if len(self.open) >= MOST_OPEN:
             text = f"{MOST_OPEN} episodes are open: end some first."
             raise RequestError(429, text, code="too_many_episodes", headers={"retry-after": "1"})

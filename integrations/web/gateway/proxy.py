@@ -154,7 +154,7 @@ class Proxy:
         """Read a request and answer it. The request of a call opens the call first."""
         scope = passage.scope
         address = passage.address
-        sends_our_token = any(self.access.given(scope, name) for name in KEYS)
+        sends_our_token = any(self.access.carries_token(scope, name) for name in KEYS)
         headers = self._provider(scope, address).request_headers(scope["headers"], replace_key=sends_our_token)
         if address.form is not None and scope["method"] == "POST":
             raw = await self._read_and_open_call(passage, address.form, headers)

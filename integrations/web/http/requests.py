@@ -87,7 +87,7 @@ class Access:
     def check(self, scope: Scope) -> None:
         """Raises RequestError (401) when the token is missing or wrong; without one, see `check_local`."""
         self.check_local(scope)
-        if self._token is None or any(self.given(scope, name) for name in self._headers):
+        if self._token is None or any(self.carries_token(scope, name) for name in self._headers):
             return
         bearer = {b"authorization": "Bearer "}
         names = " or ".join(f"{name.decode().title()}: {bearer.get(name, '')}TOKEN" for name in self._headers)
@@ -107,7 +107,7 @@ class Access:
                 text = f"{name.decode().title()}: {value[:100]!r} is not {allowed}. For others start it with a token."
                 raise RequestError(403, text, code="forbidden_" + name.decode())
 
-    def given(self, scope: Scope, name: bytes) -> bool:
+    def carries_token(self, scope: Scope, name: bytes) -> bool:
         """Whether this header carries the token."""
         if self._token is None:
             return False
@@ -128,8 +128,8 @@ def is_loopback(place: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-def own_key(value: str | bytes) -> str:
-    """The application's own key of an episode, as X-Cotune-Key says it. Raises RequestError (400)."""
+def checked_key(value: str | bytes) -> str:
+    """The application's own key of an episode, from X-Cotune-Key, after a check. Raises RequestError (400)."""
     try:
         return check_key(value if isinstance(value, str) else value.decode())
     except (ConfigError, UnicodeDecodeError):

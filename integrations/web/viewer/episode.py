@@ -153,7 +153,7 @@ def of_candidates(request: Request, run: OpenedRun, colouring: Colouring, groups
         "by": colouring.by,
         "legend": LEGENDS.get(colouring.by),
         "colourings": colourings,
-        "uncoloured": not colouring.left,
+        "uncoloured": not colouring.tokens_left,
         "without_figures": colouring.without_figures,
     }
 

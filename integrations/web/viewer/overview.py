@@ -105,7 +105,8 @@ def configuration_page(viewer: Viewer, request: Request) -> Response:
     only = len(shown) > 1 and "all" not in request.query_params
     set_only = "set" in request.query_params
     headlines = [shown_run.headline.changes for shown_run in shown]
-    groups = grouped([settings(shown_run) for shown_run in shown], viewer.fields, only=only, set_only=set_only)
+    tables = [settings(shown_run) for shown_run in shown]
+    groups = grouped(tables, viewer.fields, differing_only=only, set_only=set_only)
     figures: dict[str, None] = {}  # names in order, without duplicates
     for changes in headlines:
         figures |= dict.fromkeys(change.name for change in changes)
@@ -137,11 +138,12 @@ class ShownField(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def grouped(
-    tables: Sequence[Mapping[str, str]], fields: Mapping[str, KnownField], *, only: bool, set_only: bool
+    tables: Sequence[Mapping[str, str]], fields: Mapping[str, KnownField], *, differing_only: bool, set_only: bool
 ) -> dict[str, list[ShownField]]:
     """The fields of runs, grouped by the headings of the documentation and in its order.
 
-    With `only`, only fields that differ between the runs; with `set_only`, only fields that differ from their default.
+    `tables` has the value of each field, by its name, for each run. With `differing_only`, only fields that differ
+    between the runs are returned; with `set_only`, only fields that differ from their default.
     """
     order = {name: place for place, name in enumerate(fields)}
     heads = list(dict.fromkeys(name.rpartition(".")[0] for name in fields))
@@ -155,7 +157,7 @@ def grouped(
         values = tuple(table.get(name, "–") for table in tables)
         changed = tuple(documented is not None and value not in (documented.default, "–") for value in values)
         differs = len(set(values)) > 1
-        if only and not differs:
+        if differing_only and not differs:
             continue
         if set_only and documented is not None and not any(changed):
             continue

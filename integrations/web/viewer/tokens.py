@@ -78,7 +78,7 @@ class Colouring:
 
     def __init__(self, by: str, model: str = "", figures: TokenFigures | None = None) -> None:
         self.by = by if by in COLOURS else ""
-        self.left = MOST_TOKENS
+        self.tokens_left = MOST_TOKENS
         self._model = model
         self._figures = figures
 
@@ -100,10 +100,10 @@ class Colouring:
     def of_tokens(self, candidate: Candidate, id: str) -> ColouredTokens | None:
         """The coloured tokens of a candidate; None if it has no figures, or if the page has enough tokens already."""
         values = self._values(candidate, id)
-        if not values or not self.left:
+        if not values or not self.tokens_left:
             return None
-        count = min(len(values), self.left)
-        self.left -= count
+        count = min(len(values), self.tokens_left)
+        self.tokens_left -= count
         ids = candidate.token_ids[:count]
         texts = _texts(ids, _tokenizer(self._model))
         names = texts if texts is not None else list(map(str, ids))

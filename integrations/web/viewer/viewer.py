@@ -82,17 +82,17 @@ class Viewer:
 
     def named(self, name: str) -> OpenedRun:
         """A run by its name, or the records of one of its evaluations: `RUN:FOLDER`."""
-        whole, _, folder = name.rpartition(":")
-        opened = self.runs.get(name) or self.runs.get(whole)
+        run_name, _, folder = name.rpartition(":")
+        opened = self.runs.get(name) or self.runs.get(run_name)
         # The run may be new, or removed and replaced by another one of the same name.
         if opened is None or opened.gone:
             self.look_again()
         if name in self.runs:
             return self.runs[name]
-        part = self.runs[whole].part(folder) if whole in self.runs else None
-        if part is None:
+        records = self.runs[run_name].part(folder) if run_name in self.runs else None
+        if records is None:
             raise HTTPException(404, f"There is no run {name} here.")
-        return part
+        return records
 
     def chosen(self, request: Request) -> tuple[OpenedRun | None, list[OpenedRun]]:
         """The run in the path of an address, and the runs to show.
@@ -119,7 +119,8 @@ class Viewer:
             if key in self._steps:
                 self._steps.move_to_end(key)
                 return self._steps[key]
-            groups = self._steps[key] = step_groups(run, step)
+            groups = step_groups(run, step)
+            self._steps[key] = groups
             while len(self._steps) > _CACHED_STEPS:
                 self._steps.popitem(last=False)
             return groups
@@ -157,7 +158,7 @@ class Viewer:
             if page.analysed and (run is None or run.blame is None):
                 continue
             tabs.append(page)
-        about = {
+        frame = {
             "runs": self.runs,
             "run": run,
             "state": run.state if run else "",
@@ -166,7 +167,7 @@ class Viewer:
             "tabs": tabs,
             "samples": samples,
         }
-        return HTMLResponse(render(template, **about, **values))
+        return HTMLResponse(render(template, **frame, **values))
 
 
 def hues(run: OpenedRun, *roles: str) -> dict[str, int]:
