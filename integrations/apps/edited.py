@@ -40,24 +40,38 @@ def edited_blocks(blocks: Sequence[Any], kind: Kind, replace_text: ReplaceText, 
     Otherwise each block is edited alone. Blocks that become empty are removed.
     """
     texts = [_block_text(block) for block in blocks]
-    recorded_texts = [text for text in texts if text is not None]
-    new_texts: list[str | None]
-    if joint is not None and len(recorded_texts) == len(blocks):
-        edited_text = replace_text(kind, "", joint.join(recorded_texts))
-        new_texts = list(recorded_texts if edited_text is None else divide_text(recorded_texts, joint, edited_text))
-    else:
-        new_texts = []
-        for text in texts:
-            new = None if text is None else replace_text(kind, "", text)
-            new_texts.append(text if new is None else new)
+    new_texts = _edited_texts(texts, kind, replace_text, joint)
     if new_texts == texts:
         return blocks
+    return _with_new_texts(blocks, texts, new_texts)
 
+
+def _edited_texts(
+    texts: Sequence[str | None], kind: Kind, replace_text: ReplaceText, joint: str | None
+) -> list[str | None]:
+    """The texts of blocks after the edits; None for a block without a text. See `edited_blocks`."""
+    recorded_texts = [text for text in texts if text is not None]
+    if joint is not None and len(recorded_texts) == len(texts):
+        edited_text = replace_text(kind, "", joint.join(recorded_texts))
+        return list(texts) if edited_text is None else [*divide_text(recorded_texts, joint, edited_text)]
+    new_texts: list[str | None] = []
+    for text in texts:
+        new = None if text is None else replace_text(kind, "", text)
+        new_texts.append(text if new is None else new)
+    return new_texts
+
+
+def _with_new_texts(
+    blocks: Sequence[Any], old_texts: Sequence[str | None], new_texts: Sequence[str | None]
+) -> list[Any]:
+    """Blocks with these texts, without the blocks whose text has become empty.
+
+    A removed block may end a cached prefix ("cache_control"). Its mark moves to the block before it if the next one is
+    unchanged, otherwise to the next one, which replaces it.
+    """
     content: list[Any] = []
-    # A removed block may end a cached prefix ("cache_control"). Its mark moves to the block before it if the next one
-    # is unchanged, otherwise to the next one, which replaces it.
     pending_mark: Any = None
-    for block, old_text, text in zip(blocks, texts, new_texts, strict=True):
+    for block, old_text, text in zip(blocks, old_texts, new_texts, strict=True):
         if text == "" and old_text:
             if isinstance(block, Mapping):
                 pending_mark = block.get("cache_control", pending_mark)

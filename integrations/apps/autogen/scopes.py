@@ -95,6 +95,7 @@ def open_scope(owner: Any, name: str, *, part: bool = False, received: tuple[Any
     if outer is not None and outer.owner is owner:
         return outer
     names = outer.names if outer else None
+    # The outermost agent or team labels all members of the application.
     if names is None and isinstance(owner, (*_chat_agents(), *_teams())):
         names = Names(owner)
         _report_parts(owner, names)

@@ -62,7 +62,7 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
             scope.hand_on()
 
     # A team that is already running raises an error at its first step. The entry of the other run must stay.
-    before = at_work.teams.get(team._team_id)
+    entry_of_other_run = at_work.teams.get(team._team_id)
     if not team._is_running:
         at_work.teams[team._team_id] = Running(episode, functools.partial(_member_scope, scope))
     try:
@@ -70,7 +70,7 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
             async for item in items:
                 yield item
     finally:
-        if before is None:
+        if entry_of_other_run is None:
             at_work.teams.pop(team._team_id, None)
 
 

@@ -94,7 +94,7 @@ def _wrap_token_count(original: Callable[..., int]) -> Callable[..., int]:
 def _as_named_agent(model: Any, call_arguments: Mapping[str, Any]) -> Iterator[None]:
     """Give the calls made inside the role of the named agent, or else of the enclosing scope."""
     shared = caller_of(call_arguments.get("from_agent"), call_arguments.get("from_task")) or identify()
-    # A copy: concurrent calls with different models may share the caller.
+    # A copy, as concurrent calls with different models may share the caller.
     caller = msgspec.structs.replace(shared, model=model)
     try:
         with context_value(current_caller, caller):

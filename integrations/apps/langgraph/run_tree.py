@@ -156,6 +156,7 @@ def nodes_of(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:
     """
     yield from _nodes(graph, run)
     for space, inner in graph.get_subgraphs(recurse=True):
+        # The namespace of a subgraph is the path of the nodes that contain it.
         outer: GraphRun = run
         for name in space.split("|"):
             outer = _node(outer, name)

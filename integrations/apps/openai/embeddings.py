@@ -30,11 +30,13 @@ def fixed_embeddings(raw: bytes) -> bytes:
         raise ValueError("the body is not a JSON object")
     inputs = body.get("input")
     # A list of token ids is one input. A list of texts, or of lists of token ids, is several.
-    several = isinstance(inputs, list) and not (inputs and isinstance(inputs[0], int))
+    n_inputs = 1
+    if isinstance(inputs, list) and not (inputs and isinstance(inputs[0], int)):
+        n_inputs = len(inputs)
     length = int(body.get("dimensions") or DIMENSIONS)
     vector = [length**-0.5] * length
     data = []
-    for index in range(len(inputs) if several and isinstance(inputs, list) else 1):
+    for index in range(n_inputs):
         data.append({"object": "embedding", "index": index, "embedding": vector})
     usage = {"prompt_tokens": 0, "total_tokens": 0}
     return msgspec.json.encode({"object": "list", "data": data, "model": body.get("model") or "", "usage": usage})

@@ -201,9 +201,9 @@ def _send(original: Any) -> Any:
         """
         exchange = _exchange_of(request)
         if exchange is None:
-            return original(self, request, **kwargs)
+            return original(self, request, **kwargs)  # no call that is recorded
         if not isinstance(exchange, _Exchange):
-            return exchange
+            return exchange  # a response that refuses the request
         try:
             if (reply := answer_blocking(exchange.call)) is not None:
                 return exchange.answered(request, reply)
@@ -228,9 +228,9 @@ def _send_async(original: Any) -> Any:
         """The async form of `send` above: the responder or the provider answers, and the call is recorded."""
         exchange = _exchange_of(request)
         if exchange is None:
-            return await original(self, request, **kwargs)
+            return await original(self, request, **kwargs)  # no call that is recorded
         if not isinstance(exchange, _Exchange):
-            return exchange
+            return exchange  # a response that refuses the request
         try:
             if (reply := await answer(exchange.call)) is not None:
                 return exchange.answered(request, reply)

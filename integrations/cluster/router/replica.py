@@ -35,14 +35,14 @@ class TakenOut(Exception):
 class Engine:
     """A sampler from its start to its first serious fault; a restart makes a new one. Belongs to one event loop.
 
-    `down` is a future that gets the reason when the engine is taken out; `failed` is then called with the counter.
+    `down` is a future that gets the reason when the engine is taken out.
     `health_timeout` is the number of seconds that a health check may take.
     """
 
     def __init__(
-        self, name: str, sampler: Any, versions: Versions, health_timeout: float, failed: Callable[[str], None]
+        self, name: str, sampler: Any, versions: Versions, health_timeout: float, on_failure: Callable[[str], None]
     ) -> None:
-        """An engine in use. `failed` is called with the reason when it has to be replaced."""
+        """An engine in use. `on_failure` is called with the name of a counter when the engine is taken out."""
         self.name = name
         self.sampler = sampler
         self.down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -56,7 +56,7 @@ class Engine:
         """Failed requests since its last good answer."""
         self._versions = versions
         self._health_timeout = health_timeout
-        self._failed = failed
+        self._on_failure = on_failure
 
     @property
     def healthy(self) -> bool:
@@ -66,7 +66,7 @@ class Engine:
         """Take the engine out; `kind` is the counter. Later calls have no effect."""
         if self.healthy:
             self.down.set_result(reason)
-            self._failed(kind)
+            self._on_failure(kind)
 
     def count_fault(self, reason: str) -> None:
         """Count a request that failed by the engine's fault. Too many in a row take the engine out."""

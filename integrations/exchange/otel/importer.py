@@ -125,7 +125,10 @@ class _SpanTree:
     def _nearest(
         self, span: Span, cache: dict[str, T], value_of: Callable[[Span], T | None], default: Callable[[Span], T]
     ) -> T:
-        """The first value from a span outwards; `default` of the outermost span if no span has a value."""
+        """The first value from a span outwards; `default` of the outermost span if no span has a value.
+
+        All spans on the way have the same value, so each gets it in the cache.
+        """
         walked: dict[str, Span] = {}
         while span.id not in cache:
             walked[span.id] = span

@@ -105,16 +105,21 @@ class _Episode:
         yield self._workflow()
         for place, call in enumerate(self.calls):
             tools = list(self._tools(place, call))
-            agent: dict[str, Any] = {
+            agent_attributes = {
                 names.OPERATION: names.AGENT,
                 names.AGENT_NAME: call.role,
                 names.CONVERSATION: self.episode.id,
+                names.ROLE: call.role,
+                names.TURN: call.turn,
             }
-            agent |= {names.ROLE: call.role, names.TURN: call.turn}
-            end = max([_end_of_call(call), *(tool.end for tool in tools)])
-            id = _span_id(call.id, "agent")
-            name = f"{names.AGENT} {call.role}"
-            yield self._span(id, self.root, name, _nanoseconds(call.started), end, agent)
+            yield self._span(
+                _span_id(call.id, "agent"),
+                parent=self.root,
+                name=f"{names.AGENT} {call.role}",
+                start=_nanoseconds(call.started),
+                end=max([_end_of_call(call), *(tool.end for tool in tools)]),
+                attributes=agent_attributes,
+            )
             yield self._chat(call)
             yield from tools
 

@@ -71,13 +71,14 @@ class ProcessHost:
         environment = {**self.environment, **os.environ}
         spin_briefly(environment)
         with interrupts_held():  # the application handles Ctrl-C and closes the pipe
-            process = self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self.body, str(fd)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[fd],
                 env=environment,
                 start_new_session=self.has_children,
             )
+            self._process = process
         self._theirs.close()
         # `kill` came from another thread before there was a process to end. The pipe then reports the end below.
         if self._killed:
@@ -90,13 +91,13 @@ class ProcessHost:
                 raise SamplerError(
                     f"The sampler did not start in {self.start_seconds:g} s.", "Check the machine's load."
                 )
-            refused = self._pipe.recv()
+            start_error = self._pipe.recv()  # None if the engine serves
         except (EOFError, OSError):
             self._wait_and_end()
             raise engine_gone(f"its process ended with code {process.returncode} while starting") from None
-        if refused is not None:
+        if start_error is not None:
             self._wait_and_end()
-            raise refused
+            raise start_error
         for thread in self._threads:
             thread.start()
 

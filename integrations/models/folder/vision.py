@@ -68,20 +68,13 @@ class ImageInputs:
         """
         import torch
 
-        processor = self._processor()
-        key = tuple(images)
-        inputs = self._inputs.get(key)
-        if inputs is None:
-            opened = [opened_image(image) for image in images]
-            text = processor.image_token * len(images)
-            inputs = dict(processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt"))
-            self._inputs.put(key, inputs, sum(_bytes(value) for value in inputs.values()))
-        marks = _placeholder_ids(processor)
-        is_image = [int(id in marks) for id in token_ids]
-        places = sum(is_image)
-        needed = sum(id in marks for id in inputs["input_ids"][0].tolist())
-        if places != needed:
-            raise RequestRefused(f"The prompt has {places} image tokens; its images take {needed}.", _CHECK)
+        inputs = self._processed(tuple(images))
+        placeholders = _placeholder_ids(self._processor())
+        is_image = [int(id in placeholders) for id in token_ids]
+        n_placeholders = sum(is_image)
+        n_needed = sum(id in placeholders for id in inputs["input_ids"][0].tolist())
+        if n_placeholders != n_needed:
+            raise RequestRefused(f"The prompt has {n_placeholders} image tokens; its images take {n_needed}.", _CHECK)
 
         pass_inputs = {}
         for name, value in inputs.items():
@@ -92,6 +85,17 @@ class ImageInputs:
         for name in parameters.keys() & {"token_type_ids", "mm_token_type_ids"}:
             pass_inputs[name] = torch.tensor([is_image], device=network.device)
         return pass_inputs
+
+    def _processed(self, images: tuple[bytes, ...]) -> dict[str, Any]:
+        """The outputs of the model's processor for these images, and for a text with nothing but their marks."""
+        inputs = self._inputs.get(images)
+        if inputs is None:
+            processor = self._processor()
+            opened = [opened_image(image) for image in images]
+            text = processor.image_token * len(images)
+            inputs = dict(processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt"))
+            self._inputs.put(images, inputs, sum(_bytes(value) for value in inputs.values()))
+        return inputs
 
     def together(
         self, network: Any, sequences: Sequence[tuple[Sequence[int], Sequence[bytes]]]

@@ -167,14 +167,15 @@ class Batch:
         """Decode one token for every row; return the jobs that ended with it."""
         # Rows that have ended are computed too. Once they are an eighth of all, closing the gaps pays.
         if self.alive < self.rows - self.rows // 8:
-            self._arrange(np.empty(0, np.int64), 0, 0)
+            no_new_rows = np.empty(0, np.int64)
+            self._arrange(no_new_rows, width=0, span=0)
             self._refresh_derived()
         if self.cache.full:
             rows = np.arange(self.rows)
-            self.cache.rearrange(rows, rows, self.rows, self._longest_row(), 0, self.span)
+            self.cache.rearrange(rows, to=rows, rows=self.rows, longest=self._longest_row(), width=0, span=self.span)
         logits = self._step(self._last_tokens[: self.rows, 0], self.cache, self._prompt_columns())
         self.cache.advance()
-        return self._draw_tokens(logits, None)
+        return self._draw_tokens(logits, at=None)
 
     def cancel(self, job: Job) -> None:
         """Free the rows of a job."""

@@ -250,8 +250,12 @@ class DecodingEngine:
         """Queue the answers of jobs that have ended."""
         for job in jobs:
             if job.refused:
-                cause = "Token {} at position {} of a reply was allowed by its grammar, which then did not take it."
-                error = RequestRefused(cause.format(*job.refused), "Simplify the schema or the tools of this call.")
+                token, position = job.refused
+                error = RequestRefused(
+                    f"Token {token} at position {position} of a reply was allowed by its grammar, which then did not "
+                    "take it.",
+                    "Simplify the schema or the tools of this call.",
+                )
                 self._replies.append(Answer(job.id, error=error))
             else:
                 self._replies.append(Answer(job.id, [c for c in job.done if c is not None]))

@@ -93,19 +93,22 @@ class Rows:
         return self.columns[name]
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Make space for `rows` rows of `tokens` tokens."""
-        for name, old in self.columns.items():
-            shape = list(old.shape)
+        """Grow the columns, if needed, to `rows` rows and `tokens` drawn tokens per row. Sizes double, so that columns
+        are copied rarely.
+        """
+        for name, column in self.columns.items():
+            shape = list(column.shape)
             if rows > shape[0]:
                 shape[0] = max(rows, 2 * shape[0])
             if len(shape) == 2 and tokens > shape[1]:
                 shape[1] = max(tokens, 2 * shape[1])
-            if tuple(shape) != old.shape:
-                new = np.zeros(shape, old.dtype)
-                new[tuple(slice(0, n) for n in old.shape)] = old
-                self.columns[name] = new
+            if tuple(shape) != column.shape:
+                larger = np.zeros(shape, column.dtype)
+                larger[tuple(slice(0, size) for size in column.shape)] = column
+                self.columns[name] = larger
 
     def move(self, to: npt.NDArray[np.int64], source: npt.NDArray[np.int64]) -> None:
+        """Copy the rows `source` to the rows `to`."""
         for column in self.columns.values():
             column[to] = column[source]
 

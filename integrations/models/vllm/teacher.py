@@ -197,12 +197,12 @@ class VllmTeacher:
                     self.concurrency = 1
                 await self._check_tokenizer(server, tokenizer)
                 # The likeliest of n tokens has a log-probability between -log n and 0, unless the server gives logits.
-                places = [place for place in await self._prompt_logprobs(server, [0, 1, 0], best=1) if place]
+                logprobs = await self._prompt_logprobs(server, [0, 1, 0], best=1)
             except SamplerError as error:
                 remedy = "Check that it is running, and read its log."
                 raise server.refused(f"cannot score tokens ({error_line(error)})", remedy) from None
-            best = [max(entry.logprob for entry in place.values()) for place in places]
-            if not all(-math.log(len(tokenizer)) - 1.0 <= logprob <= 1e-3 for logprob in best):
+            likeliest = [max(entry.logprob for entry in entries.values()) for entries in logprobs if entries]
+            if not all(-math.log(len(tokenizer)) - 1.0 <= logprob <= 1e-3 for logprob in likeliest):
                 remedy = "Start it with --logprobs-mode raw_logprobs, which is vLLM's default."
                 raise server.refused("does not give log-probabilities", remedy)
             return server.url
