@@ -54,14 +54,14 @@ def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any])
 
 def edited_message(message: Any, replace_text: ReplaceText) -> Any:
     """The message, or a copy of it with edited texts."""
-    kind: Kind = "system" if isinstance(message, SystemMessage) else "user"
     if not isinstance(message, SystemMessage | UserMessage):
         return message
+    kind: Kind = "system" if isinstance(message, SystemMessage) else "user"
     content: Any = message.content
     if isinstance(content, str):
         new: Any = replace_text(kind, "", content)
     else:
-        blocks = edited_blocks(content, kind, replace_text, None)
+        blocks = edited_blocks(content, kind, replace_text, joint=None)
         new = None if blocks is content else blocks
     return message if new is None else message.model_copy(update={"content": new})
 

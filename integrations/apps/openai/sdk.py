@@ -269,19 +269,7 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
         exchange.waits = False
         return exchange
     try:
-        request_body = msgspec.json.decode(request.content)
-        if not isinstance(request_body, dict):
-            raise ValueError("the body is not a JSON object")
-        body, unsupported_reason = form.read(request_body, episode)
-        call = opened_call.get()
-        if call is None or call.on_wire or call.ended:
-            unedited_body = undo_edits(call, body)
-            call = episode.start(identify(), unedited_body)
-            # If a model class has edited the prompts already, they must not be edited twice.
-            exchange.edits = call.rewritten is not None and unedited_body is body
-        elif call.rewritten is None:
-            # The request has what the model class did not know, such as parameters of its client.
-            call.read(body)
+        _begin_call(exchange, episode, form, request.content)
     except RecordError as error:
         # The gateway of the same run records this request, so it is not lost.
         if episode.forked and episode.gateway and str(request.url).startswith(episode.gateway):
@@ -295,12 +283,32 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
         if episode.responder is not None:
             return _error_response(request, 400, f"the request cannot be read: {error!r}")
         return None
+    return exchange
+
+
+def _begin_call(exchange: _Exchange, episode: LiveEpisode, form: Form, content: bytes) -> None:
+    """Begin the call of a request, or use the call that a model class has opened for it.
+
+    Raises RecordError if the episode has ended, and one of `UNREADABLE` for a body that is no request of this form.
+    """
+    request_body = msgspec.json.decode(content)
+    if not isinstance(request_body, dict):
+        raise ValueError("the body is not a JSON object")
+    body, unsupported_reason = form.read(request_body, episode)
+    call = opened_call.get()
+    if call is None or call.on_wire or call.ended:
+        unedited_body = undo_edits(call, body)
+        call = episode.start(identify(), unedited_body)
+        # If a model class has edited the prompts already, they must not be edited twice.
+        exchange.edits = call.rewritten is not None and unedited_body is body
+    elif call.rewritten is None:
+        # The request has what the model class did not know, such as parameters of its client.
+        call.read(body)
     call.on_wire = True
     call.unsupported_reason = unsupported_reason
     exchange.call = call
     exchange.form = form
     exchange.request_body = request_body
-    return exchange
 
 
 def _form_of(request: Any) -> Form | None:

@@ -278,15 +278,18 @@ def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     """
     if not fixes_form(body, tools):
         return ""
-    fault = _trials().fault if importlib.util.find_spec("llguidance") else lambda grammar: ""
-    plain = Syntax(
+    fault: Callable[[str], str] = lambda grammar: ""  # noqa: E731
+    if importlib.util.find_spec("llguidance"):
+        fault = _trials().fault
+    # Without a tokenizer, all marks are text.
+    syntax_without_model = Syntax(
         call_mark=TOOL_CALL[0],
         call=lambda name, arguments: call_grammar(name, arguments, lambda mark: None),
         token=lambda mark: None,
         supports=lambda grammar: not fault(grammar),
     )
     try:
-        error = fault(reply_grammar(body, tools, plain))
+        error = fault(reply_grammar(body, tools, syntax_without_model))
         if error:
             # Name the part of the schema that is refused, if it can be found.
             error = refused_place(body, tools, fault) or error

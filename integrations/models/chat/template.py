@@ -290,15 +290,16 @@ class ChatTemplate:
     @functools.cached_property
     def reads_parts(self) -> bool:
         """Whether the template accepts a content in parts. `vllm serve` then passes it the parts, too."""
-        written = {}
-        for content in (_PROBE, [{"type": "text", "text": text} for text in (_PROBE, _SECOND)]):
-            message = {"role": "user", "content": content}
-            try:
-                written[type(content)] = self.tokenizer.apply_chat_template([message], tokenize=False)
-            except Exception:  # noqa: BLE001, a template that reads texts alone fails in any way
-                return False
-        in_parts = written[list]
-        return in_parts.replace(_SECOND, "").count(_PROBE) == 1 and _SECOND in in_parts and "'text'" not in in_parts
+        as_text = {"role": "user", "content": _PROBE}
+        as_parts = {"role": "user", "content": [{"type": "text", "text": text} for text in (_PROBE, _SECOND)]}
+        try:
+            self.tokenizer.apply_chat_template([as_text], tokenize=False)
+            rendered: str = self.tokenizer.apply_chat_template([as_parts], tokenize=False)
+        except Exception:  # noqa: BLE001, a template that reads texts alone fails in any way
+            return False
+        # A template that reads texts alone may also write the list of parts as Python does, with 'text' in quotes.
+        shows_each_once = rendered.replace(_SECOND, "").count(_PROBE) == 1 and _SECOND in rendered
+        return shows_each_once and "'text'" not in rendered
 
     def images(self, messages: Messages) -> tuple[bytes, ...]:
         """The encoded images of messages, in order.

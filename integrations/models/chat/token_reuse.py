@@ -65,6 +65,7 @@ class PathTexts:
 
     def _decode_after(self, base: bytes, path: bytes) -> str:
         """The text of a path, from the text of its beginning `base` if this is cached."""
+        # Decode the new ids together with the last ids of the base, and remove the text of the latter again.
         if base and (base_text := self._texts.get(base)) is not None:
             tail = base[-_TAIL_TOKENS * _ID_BYTES :]
             before = self.decode(unpack_ids(tail))

@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def send(pipe: Connection, message: Any) -> None:
-    """Send an object. Its arrays are sent without a copy."""
+    """Send an object: first its pickle without the arrays and their sizes, then each array, without a copy."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]

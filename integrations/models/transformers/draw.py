@@ -132,14 +132,16 @@ def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Te
         best, token = x.max(dim=-1)
         return token, best - torch.logsumexp(x, dim=-1)
     weight, greedy = _draw_weights(logits, params)
-    blocks = weight.view(len(logits), -1, BLOCK)
-    sums = blocks.sum(dim=-1)
-    block, threshold_in_block = _find_column(sums, uniform * sums.sum(dim=-1, keepdim=True))
-    within, _ = _find_column(blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0], threshold_in_block)
-    token = block * BLOCK + within
+    blocks = weight.view(len(logits), -1, BLOCK)  # [rows, blocks, BLOCK]
+    block_sums = blocks.sum(dim=-1)
+    total = block_sums.sum(dim=-1, keepdim=True)
+    block, threshold_in_block = _find_column(block_sums, uniform * total)
+    weights_in_block = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]  # [rows, BLOCK]
+    place_in_block, _ = _find_column(weights_in_block, threshold_in_block)
+    token = block * BLOCK + place_in_block
     if greedy is not None:
         token = torch.where(params.greedy, greedy, token)
-    logprob = torch.log(weight.gather(1, token) / sums.sum(dim=-1, keepdim=True))
+    logprob = torch.log(weight.gather(1, token) / total)
     return token.squeeze(1), logprob.squeeze(1)
 
 

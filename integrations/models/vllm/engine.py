@@ -322,8 +322,9 @@ class VllmSampler(LoopSampler):
         if not self._size.sleeps:
             raise RequestRefused("This engine cannot sleep.", "Open it with sleeps=True.")
         if self._asleep is not None and (keep_weights or not self._weights_stay):
-            return
+            return  # it has freed this memory already
         try:
+            # The digest is compared when the engine wakes. An engine that sleeps deeper keeps the first one.
             digest = self._asleep or await self._digest()
             if not on_gpu():
                 await self._llm.pause_generation(mode="wait", clear_cache=True)

@@ -28,7 +28,16 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
         step = steps[-1] if steps else None
     recorded_step = None if step is None else step - 1  # records count from 0, pages from 1
     groups = viewer.groups(run, recorded_step)
-    line = next((line for line in run.metrics if line["step"] == recorded_step), None)
+
+    # The metrics of a finished step have its numbers. Without them, the groups are counted.
+    left_out = groups.left_out
+    candidates = groups.candidates
+    for metrics in run.metrics:
+        if metrics["step"] == recorded_step:
+            left_out = metrics["left_out"]
+            candidates = metrics["rows"] + sum(left_out.values())
+            break
+
     role = query.get("role", "")
     kind = query.get("kind", "")
     chosen = []
@@ -46,8 +55,8 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
         step=step,
         taught=all_taught(run.config),
         found=groups,
-        left_out=line["left_out"] if line else groups.left_out,
-        candidates=line["rows"] + sum(line["left_out"].values()) if line else groups.candidates,
+        left_out=left_out,
+        candidates=candidates,
         reasons=REASONS,
         cells=by_role_and_turn(groups.groups),
         groups=chosen[first : first + MOST_GROUPS],
