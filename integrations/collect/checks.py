@@ -51,7 +51,7 @@ class KeyUse:
                 rewarded.add(record.target)
             elif isinstance(record, Episode) and record.key:
                 new_episodes[app_prefix + record.key] += 1
-        self._episodes = new_episodes
+        self._episodes = new_episodes.copy()
         """The number of stored and new episodes of each key, by reward target."""
         self._names: dict[str, set[str]] = {}
         """The names of the rewards of each key, by reward target."""
@@ -59,9 +59,10 @@ class KeyUse:
             rewarded_keys = [target.removeprefix(app_prefix) for target in rewarded]
             for key, count in store.figures().key_counts(app, rewarded_keys).items():
                 self._episodes[app_prefix + key] += count
+        # A new episode takes a row for each reward of its key that is stored already.
         if targets := rewarded | new_episodes.keys():
-            for stored in (store.rewards(targets), store.feedback(targets)):
-                for target, names in stored.items():
+            for names_of_target in (store.rewards(targets), store.feedback(targets)):
+                for target, names in names_of_target.items():
                     self._names.setdefault(target, set()).update(names)
 
     def fault(self, record: RewardRecord | FeedbackRecord) -> str:
@@ -76,19 +77,23 @@ class KeyUse:
 
     def slices(self, records: Sequence[Record]) -> Iterator[Sequence[Record]]:
         """Divide records into parts with few rows. Other writers can use the store between the commits of two parts."""
-        begin = rows = 0
-        for at, record in enumerate(records):
-            cost = 0
-            if isinstance(record, RewardRecord | FeedbackRecord):
-                cost = self._episodes[record.target]
-            elif isinstance(record, Episode) and record.key:
-                cost = len(self._names.get(key_target(record.app, record.key), ()))
-            if rows and rows + cost > MOST_EPISODES:
-                yield records[begin:at]
-                begin = at
+        first = rows = 0
+        for index, record in enumerate(records):
+            added_rows = self._rows_of_key(record)
+            if rows and rows + added_rows > MOST_EPISODES:
+                yield records[first:index]
+                first = index
                 rows = 0
-            rows += cost
-        yield records[begin:]
+            rows += added_rows
+        yield records[first:]
+
+    def _rows_of_key(self, record: Record) -> int:
+        """The number of rows that a record takes for the other records of its key."""
+        if isinstance(record, RewardRecord | FeedbackRecord):
+            return self._episodes[record.target]
+        if isinstance(record, Episode) and record.key:
+            return len(self._names.get(key_target(record.app, record.key), ()))
+        return 0
 
 
 def select_valid(
@@ -103,52 +108,68 @@ def select_valid(
     paths: dict[str, Digest] = {}
     accepted: list[Record] = []
     for record in records:
-        match record:
-            case Message():
-                fault = "" if has_address(record.id, record.body) else "forged_id"
-            case Segment():
-                fault = _segment_fault(record, paths, stored_path)
-            case CallRecord():
-                if not (ID.fullmatch(record.id) and ID.fullmatch(record.episode)):
-                    fault = "invalid_id"
-                elif len(record.role) > _LONGEST_NAME:
-                    fault = "invalid_name"
-                else:
-                    fault = _time_fault(record)
-                record = replace(record, app=app, started=_plausible_start(record, now))
-            case Episode():
-                fault = "" if ID.fullmatch(record.id) and len(record.key) <= LONGEST_KEY else "invalid_id"
-                fault = fault or _time_fault(record)
-                record = replace(record, app=app, started=_plausible_start(record, now))
-            case RewardRecord():
-                fault = _target_fault(record, app)
-                if not fault and not (math.isfinite(record.value) and abs(record.value) <= LARGEST_REWARD):
-                    fault = "value"
-            case FeedbackRecord():
-                fault = _target_fault(record, app)
+        fault = _record_fault(record, app, paths, stored_path)
         if not fault and isinstance(record, RewardRecord | FeedbackRecord) and record.target.startswith(KEY):
             fault = keys.fault(record)
         if fault:
             refused[fault] += 1
-            continue
-        if isinstance(record, RewardRecord | FeedbackRecord):
-            # The latest reward is valid, so a time in the future would prevent all corrections.
-            record = replace(record, app=app, at=record.at if 0 <= record.at <= now else now)
-        accepted.append(record)
+        else:
+            accepted.append(_assigned(record, app, now))
     return accepted
+
+
+def _record_fault(record: Record, app: str, paths: dict[str, Digest], stored_path: StoredPath) -> str:
+    """The reason to refuse a record by itself; empty if there is none. `paths` is that of `_segment_fault`."""
+    match record:
+        case Message():
+            return "" if has_address(record.id, record.body) else "forged_id"
+        case Segment():
+            return _segment_fault(record, paths, stored_path)
+        case CallRecord():
+            if not (ID.fullmatch(record.id) and ID.fullmatch(record.episode)):
+                return "invalid_id"
+            if len(record.role) > _LONGEST_NAME:
+                return "invalid_name"
+            return _time_fault(record)
+        case Episode():
+            if not ID.fullmatch(record.id) or len(record.key) > LONGEST_KEY:
+                return "invalid_id"
+            return _time_fault(record)
+        case RewardRecord():
+            if fault := _target_fault(record, app):
+                return fault
+            return "" if math.isfinite(record.value) and abs(record.value) <= LARGEST_REWARD else "value"
+        case FeedbackRecord():
+            return _target_fault(record, app)
+
+
+def _assigned(record: Record, app: str, now: float) -> Record:
+    """The record as one of the application, with a time that is not in the future."""
+    match record:
+        case CallRecord() | Episode():
+            started = now if record.started > now + _CLOCK_TOLERANCE else record.started
+            return replace(record, app=app, started=started)
+        case RewardRecord() | FeedbackRecord():
+            # The latest reward is valid, so a time in the future would prevent all corrections.
+            return replace(record, app=app, at=record.at if 0 <= record.at <= now else now)
+        case Message() | Segment():
+            return record  # named by its content, and shared by all applications
 
 
 def _segment_fault(record: Segment, paths: dict[str, Digest], stored_path: StoredPath) -> str:
     """The reason to refuse a segment. `paths` has the digests of token paths by their ids, as the paths themselves,
-    each with all tokens before it, could fill the memory."""
-    before = ROOT if record.parent is None else paths.get(record.parent)
-    if before is None:
+    each with all tokens before it, could fill the memory. The digests of this segment and its parent are added.
+    """
+    parent_digest = ROOT if record.parent is None else paths.get(record.parent)
+    if parent_digest is None:
         assert record.parent is not None
-        if (stored := stored_path(record.parent)) is None:
+        stored = stored_path(record.parent)
+        if stored is None:
             return "unknown_parent"
-        before = paths[record.parent] = ROOT.copy()
-        before.update(stored)
-    path_digest = before.copy()
+        parent_digest = ROOT.copy()
+        parent_digest.update(stored)
+        paths[record.parent] = parent_digest
+    path_digest = parent_digest.copy()
     path_digest.update(record.packed)
     if len(record.packed) % 4 or path_digest.hexdigest() != record.id:
         return "forged_id"
@@ -160,10 +181,6 @@ def _time_fault(record: CallRecord | Episode) -> str:
     """The reason to refuse the times of a record; empty if they are possible. A latency may be negative, if a clock was
     set back."""
     return "" if 0 <= record.started < math.inf and math.isfinite(record.latency) else "invalid_time"
-
-
-def _plausible_start(record: CallRecord | Episode, now: float) -> float:
-    return now if record.started > now + _CLOCK_TOLERANCE else record.started
 
 
 def _target_fault(record: RewardRecord | FeedbackRecord, app: str) -> str:

@@ -189,21 +189,28 @@ def to_events(response: Mapping[str, Any], request_body: Mapping[str, Any]) -> b
         body = {"type": kind, "sequence_number": len(events), **fields}
         events.append(b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(body)))
 
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    add("response.created", {"response": begun})
-    add("response.in_progress", {"response": begun})
+    unfinished_response = {
+        **response,
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
+    add("response.created", {"response": unfinished_response})
+    add("response.in_progress", {"response": unfinished_response})
     for index, item in enumerate(response["output"]):
-        field, empty = _GROWING[item["type"]]
-        added = {**item, "status": "in_progress", field: empty}
-        add("response.output_item.added", {"output_index": index, "item": added})
-        for kind, fields in _CONTENT[item["type"]](item):
+        field, empty_value = _FILLED_FIELDS[item["type"]]
+        unfinished_item = {**item, "status": "in_progress", field: empty_value}
+        add("response.output_item.added", {"output_index": index, "item": unfinished_item})
+        content_events = _CONTENT_EVENTS[item["type"]]
+        for kind, fields in content_events(item):
             add(kind, {"output_index": index, "item_id": item["id"], **fields})
         add("response.output_item.done", {"output_index": index, "item": item})
     add(f"response.{response['status']}", {"response": response})
     return b"".join(events)
 
 
-def _text(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _text_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The events of a message item: one text per part."""
     for index, part in enumerate(item["content"]):
         place = {"content_index": index}
@@ -214,7 +221,7 @@ def _text(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "response.content_part.done", {**place, "part": part}
 
 
-def _arguments(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _arguments_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "response.function_call_arguments.delta", {"delta": item["arguments"]}
     yield "response.function_call_arguments.done", {"name": item["name"], "arguments": item["arguments"]}
 
@@ -229,8 +236,9 @@ def _reasoning_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, 
         yield "response.reasoning_summary_part.done", {**place, "part": part}
 
 
-_CONTENT = {"message": _text, "function_call": _arguments, "reasoning": _reasoning_events}
-_GROWING: dict[str, tuple[str, Any]] = {
+_CONTENT_EVENTS = {"message": _text_events, "function_call": _arguments_events, "reasoning": _reasoning_events}
+"""Type of an item -> the function that makes the events of its content."""
+_FILLED_FIELDS: dict[str, tuple[str, Any]] = {
     "message": ("content", []),
     "function_call": ("arguments", ""),
     "reasoning": ("summary", []),

@@ -78,36 +78,40 @@ class PostgresStore(SqlStore[Connection]):
         Raises StoreUnavailableError if no server answers now, and RunError if the database has no records (read_only),
         has records of another version, or refuses the user.
         """
-        address, shown = str(address), without_password(str(address))
+        address = str(address)
+        display_address = without_password(address)
         try:
-            return cls._open(address, shown, read_only)
+            return cls._open(address, display_address, read_only)
         except psycopg.Error as error:
             if isinstance(error, psycopg.errors.LockNotAvailable):
-                text = f"The store {shown} is blocked: another process has been writing to it for {LOCK_SECONDS} s."
+                text = (
+                    f"The store {display_address} is blocked: another process has been writing to it for "
+                    f"{LOCK_SECONDS} s."
+                )
                 raise StoreUnavailableError(text, "Try again later, or end that process.") from error
             if not _accepts_connections(address):
-                text = f"The store {shown} does not answer: {error_line(error)}."
+                text = f"The store {display_address} does not answer: {error_line(error)}."
                 raise StoreUnavailableError(text, "Check that the server runs, and the address.") from error
             if not isinstance(error, psycopg.OperationalError):
-                raise _unusable(shown, error) from error
+                raise _unusable(display_address, error) from error
         try:
-            return cls._open(address, shown, read_only)  # the server may have come up just now
+            return cls._open(address, display_address, read_only)  # the server may have come up just now
         except psycopg.Error as error:
-            raise _unusable(shown, error) from error
+            raise _unusable(display_address, error) from error
 
     @classmethod
-    def _open(cls, address: str, shown: str, read_only: bool) -> Self:
+    def _open(cls, address: str, display_address: str, read_only: bool) -> Self:
         """Open the database at `address`, and for writing prepare its tables.
 
-        `shown` is the address without its password, for messages.
+        `display_address` is the address without its password, for messages.
         """
         if read_only:
             with _connect(address) as db:
-                _check(db, shown)
-            return cls(shown, lambda: _connect(address), None, None)
+                _check(db, display_address)
+            return cls(display_address, lambda: _connect(address), None, None)
         with _connect(address, writes=True) as db:
-            _prepare(db, shown)
-        return cls(shown, lambda: _connect(address), Writer(PostgresDatabase(address, shown)), None)
+            _prepare(db, display_address)
+        return cls(display_address, lambda: _connect(address), Writer(PostgresDatabase(address, display_address)), None)
 
     @property
     def folder(self) -> None:

@@ -93,11 +93,12 @@ def grammar_fault(grammar: str, tokenizer: Any) -> str:
 
 
 def try_in_fork(grammar: str, tokenizer: Any) -> str:
-    """Compute `grammar_fault` in a fork, within the limits of time and memory."""
+    """Compute `grammar_fault` in a fork, within the limits of time and memory. A passed limit is a fault, too."""
     read_end, write_end = os.pipe()
-    if (child := os.fork()) == 0:
-        _try_within_limits(grammar, tokenizer, write_end)
-    os.close(write_end)
+    child = os.fork()
+    if child == 0:
+        _try_within_limits(grammar, tokenizer, write_end)  # ends the fork
+    os.close(write_end)  # so that reading ends when the fork does
     with os.fdopen(read_end, encoding="utf-8") as answer:
         fault_text = answer.read()
     _, status = os.waitpid(child, 0)

@@ -351,17 +351,21 @@ def _tool_choice(body: Mapping[str, Any], tools: list[Mapping[str, Any]]) -> tup
     A request may allow some of its tools only, or demand a call of a certain tool.
     """
     choice = body.get("tool_choice") or "auto"
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        restricted = choice.get("allowed_tools") or choice
-        names = [_name(tool) for tool in restricted.get("tools") or ()]
-        return _allowed_tools(restricted.get("mode") or "auto", _tools_named(names, tools))
-    if isinstance(choice, Mapping):
-        return _allowed_tools("required", _tools_named([_name(choice)], tools))
-    return _allowed_tools(str(choice), tools)
+    if not isinstance(choice, Mapping):
+        return _mode_and_tools(str(choice), tools)
+    if choice.get("type") != "allowed_tools":
+        # A certain tool: {"type": "function", "function": {"name": ...}}, or with the name beside the type.
+        return _mode_and_tools("required", _tools_named([_name(choice)], tools))
+    # Chat Completions has the mode and the tools in an object of their own, the Responses API beside the type.
+    restriction = choice.get("allowed_tools") or choice
+    names = [_name(tool) for tool in restriction.get("tools") or ()]
+    return _mode_and_tools(restriction.get("mode") or "auto", _tools_named(names, tools))
 
 
-def _allowed_tools(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
-    mode = "required" if mode == "any" else mode
+def _mode_and_tools(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
+    """The checked mode, and the tools that a reply may call in it. "any" is another word for "required"."""
+    if mode == "any":
+        mode = "required"
     if mode not in ("none", "auto", "required"):
         raise RequestRefused(f"tool_choice = {mode!r} is not supported.", "Use none, auto, required or a function.")
     if mode == "required" and not tools:

@@ -180,7 +180,7 @@ class RowCache(Cache):
             self._replace_buffers(live, to, row_capacity, columns, tokens)
         else:
             moved = to != live
-            self._move(live[moved], to[moved])
+            self._move_rows(live[moved], to[moved])
             if not tokens <= w.end < w.columns:
                 self._align_columns(rows, tokens)
         w.first = w.end - tokens
@@ -280,13 +280,16 @@ class RowCache(Cache):
         buffers = (buffer for layer in self.layers for buffer in layer.buffers())
         return [buffer[row, :, part].clone(memory_format=torch.contiguous_format) for buffer in buffers]
 
-    def _move(self, live: npt.NDArray[np.int64], to: npt.NDArray[np.int64]) -> None:
-        """Copy rows `live` to rows `to` within the buffers. They may overlap."""
-        if not len(to):
+    def _move_rows(self, from_rows: npt.NDArray[np.int64], to_rows: npt.NDArray[np.int64]) -> None:
+        """Copy the first rows to the others within the buffers, with their starts, shifts and biases. A row may be in
+        both.
+        """
+        if not len(to_rows):
             return
         w = self.window
         device = self.starts.device
-        source, target = torch.as_tensor(live, device=device), torch.as_tensor(to, device=device)
+        source = torch.as_tensor(from_rows, device=device)
+        target = torch.as_tensor(to_rows, device=device)
         for layer in self.layers:
             if layer.is_initialized:
                 for buffer in layer.buffers():

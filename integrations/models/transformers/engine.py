@@ -118,15 +118,16 @@ class DecodingEngine:
     def _restart_halved(self, batch: Batch, cause: str) -> None:
         """After running out of memory: decode all jobs of the batch again from their beginning, half as many at once.
 
-        A job draws the same tokens again. One that was alone fails, as there is nothing to halve.
+        A job draws the same tokens again. A job that ran alone fails, as there is nothing to halve. `cause` is the
+        error's text.
         """
-        jobs = [job for job, version in self._jobs.values() if version.target[0] is batch]
         waiting = self._waiting[batch]
-        running = [job for job in jobs if job not in waiting]
+        jobs_of_batch = [job for job, version in self._jobs.values() if version.target[0] is batch]
+        running = [job for job in jobs_of_batch if job not in waiting]
         self.prefixes.clear()
         batch.halve()
         self._out_of_memory += 1
-        if self._out_of_memory == 1:
+        if self._out_of_memory == 1:  # told once; later ones are counted in the sampler's info
             log.warning(
                 "The sampler ran out of memory and puts requests back into its queue, to decode fewer at once (%s).",
                 cause,
@@ -142,6 +143,7 @@ class DecodingEngine:
             return
         for job in running:
             job.restart()
+        # Before the jobs that came later, in their old order: `extendleft` reverses what it is given.
         waiting.extendleft(reversed(running))
 
     def _receive(self) -> bool:
@@ -153,6 +155,7 @@ class DecodingEngine:
             except queue.Empty:
                 if not wait:
                     return True
+                # Idle for IDLE_SECONDS: free the memory of the batches, then wait without a limit.
                 for batch in self._batches:
                     batch.release()
                 command = self._inbox.get()

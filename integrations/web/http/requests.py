@@ -208,22 +208,23 @@ async def read_any(scope: Scope, receive: Receive, limit: int, room: BodyRoom, w
 
 
 async def unless_gone(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
-    """Await `work()` in this task; when the client goes away first it is cancelled, and ClientGone raised."""
-    answering = asyncio.current_task()
-    assert answering is not None
+    """Await `work()` in this task. If the client goes away first, the work is cancelled, and ClientGone raised."""
+    answering_task = asyncio.current_task()
+    assert answering_task is not None
 
     async def cancel_when_gone() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        answering.cancel()
+        answering_task.cancel()
 
     watch = asyncio.create_task(cancel_when_gone())
     try:
         return await work()
     except asyncio.CancelledError:
-        if not watch.done() or watch.cancelled():
-            raise
-        answering.uncancel()
+        client_is_gone = watch.done() and not watch.cancelled()
+        if not client_is_gone:
+            raise  # somebody else cancelled this task, such as a server that stops
+        answering_task.uncancel()
         raise ClientGone from None
     finally:
         watch.cancel()

@@ -40,35 +40,50 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
         """Answer a request with `app` if it has the token; otherwise with an error. Headers forbid other sites to use
         the pages."""
 
-        async def secured(message: Message) -> None:
+        async def send_secured(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        offered = next((value for name, value in query if name == "token"), None)
-        if token is not None and offered is not None and _same(offered, token):
-            # Redirect, so that the token does not stay in the browser's address bar and history.
-            other_fields = urlencode([pair for pair in query if pair[0] != "token"])
-            answer = RedirectResponse(scope["path"] + (f"?{other_fields}" if other_fields else ""), 303)
-            answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
-            await answer(scope, receive, secured)
+        if token is not None and (sign_in := _sign_in(scope, token)) is not None:
+            await sign_in(scope, receive, send_secured)
             return
         try:
-            writes = scope["method"] == "POST" and scope["path"].endswith(WRITTEN)
-            if scope["method"] not in ("GET", "HEAD") and not writes:
-                raise RequestError(405, "Pages are only read.")
-            if token is None or not _same(_cookie(scope), token):
-                access.check(scope)
-            if writes and not access.given(scope, b"authorization"):
-                _check_origin(scope)
+            _check_access(scope, token, access)
         except RequestError as error:
             hint = " Open the address that cotune view printed." if error.status == 401 else ""
-            await PlainTextResponse(f"{error.message}{hint}\n", error.status)(scope, receive, secured)
+            await PlainTextResponse(f"{error.message}{hint}\n", error.status)(scope, receive, send_secured)
             return
-        await app(scope, receive, secured)
+        await app(scope, receive, send_secured)
 
     return guard
+
+
+def _sign_in(scope: Scope, token: str) -> RedirectResponse | None:
+    """The answer that sets the cookie, for an address with the right `?token=`; None for any other address.
+
+    It redirects to the address without the token, which would otherwise stay in the browser's address bar and history.
+    """
+    query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    offered = next((value for name, value in query if name == "token"), None)
+    if offered is None or not _same(offered, token):
+        return None
+    other_fields = urlencode([(name, value) for name, value in query if name != "token"])
+    address = f"{scope['path']}?{other_fields}" if other_fields else scope["path"]
+    response = RedirectResponse(address, 303)
+    response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+    return response
+
+
+def _check_access(scope: Scope, token: str | None, access: Access) -> None:
+    """Raise RequestError for a request that may not be answered: by its method, without access, or a foreign write."""
+    writes = scope["method"] == "POST" and scope["path"].endswith(WRITTEN)
+    if scope["method"] not in ("GET", "HEAD") and not writes:
+        raise RequestError(405, "Pages are only read.")
+    if token is None or not _same(_cookie(scope), token):
+        access.check(scope)
+    if writes and not access.given(scope, b"authorization"):
+        _check_origin(scope)
 
 
 def _check_origin(scope: Scope) -> None:

@@ -12,6 +12,8 @@ import msgspec
 from cotune.recording.redaction import FAILED, WITHHELD
 
 _IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+\Z")
+_LONGEST_ADDRESS = 500
+"""The most characters of an image's address that are shown."""
 _KNOWN = {"role", "content", "tool_calls", "name", "tool_call_id", "reasoning_content", "reasoning", "refusal"}
 
 
@@ -92,19 +94,23 @@ def _content(content: Any) -> Iterable[Part]:
 
 
 def _item(item: Any) -> Part:
-    """One part of a content: a text, an image, or other data. Images are shown from the record only, not from an
-    address.
+    """One part of a content: a text, an image, or other data.
+
+    An image is shown if the record contains it. Otherwise its address is shown, as a page loads nothing from elsewhere.
     """
     if isinstance(item, str):
         return Part("text", item)
-    if isinstance(item, Mapping):
-        if isinstance(item.get("text"), str):
-            return Part("text", item["text"])
-        image = item.get("image_url")
-        url = image.get("url") if isinstance(image, Mapping) else image
-        if isinstance(url, str):
-            return Part("image", url, "image") if _IMAGE.match(url) else Part("text", url[:500], "image by its address")
-    return Part("data", pretty(item))
+    if not isinstance(item, Mapping):
+        return Part("data", pretty(item))
+    if isinstance(item.get("text"), str):
+        return Part("text", item["text"])
+    image = item.get("image_url")
+    url = image.get("url") if isinstance(image, Mapping) else image
+    if not isinstance(url, str):
+        return Part("data", pretty(item))
+    if _IMAGE.match(url):
+        return Part("image", url, "image")
+    return Part("text", url[:_LONGEST_ADDRESS], "image by its address")
 
 
 def _tool_calls(calls: Any) -> Iterable[Part]:
