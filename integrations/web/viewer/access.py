@@ -82,7 +82,7 @@ def _check_access(scope: Scope, token: str | None, access: Access) -> None:
         raise RequestError(405, "Pages are only read.")
     if token is None or not _same(_cookie(scope), token):
         access.check(scope)
-    if writes and not access.given(scope, b"authorization"):
+    if writes and not access.carries_token(scope, b"authorization"):
         _check_origin(scope)
 
 
