@@ -212,7 +212,8 @@ def _prefix_keys(name: str, messages: Sequence[Mapping[str, Any]]) -> list[bytes
     digest = hashlib.blake2b(name.encode(), digest_size=16)
     keys = []
     for message in messages:
-        fields = {k: v for k, v in message.items() if v not in (None, "", [])}
+        # Clients send an empty field or leave it out.
+        fields = {field: value for field, value in message.items() if value not in (None, "", [])}
         digest.update(canonical({**fields, "content": text_of(message.get("content"))}))
         keys.append(digest.copy().digest())
     return keys

@@ -102,8 +102,8 @@ class LoopSampler(CalledSampler):
             self._closing = asyncio.create_task(self._end())
         await asyncio.shield(self._closing)
 
-    async def _opened(self, work: Coroutine[Any, Any, None]) -> Self:
-        """Run `work`, which opens this sampler, and return the sampler; close it if `work` fails."""
+    async def _open_or_close(self, work: Coroutine[Any, Any, None]) -> Self:
+        """Run `work`, which opens this sampler, and return the sampler. If `work` fails, close the sampler."""
         try:
             await self._run(work)
         except BaseException:

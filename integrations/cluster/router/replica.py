@@ -201,18 +201,18 @@ class Replica:
             except Exception as error:  # noqa: BLE001
                 if isinstance(error, ConfigError) and self.state == "starting":
                     self.refused = error
-                    self._becomes("lost", error_line(error), "lost", "is given up")
+                    self._lose(error_line(error))
                     return
                 if isinstance(error, TimeoutError) and self.engine is None:
                     reason = f"it did not start within {limits.START_SECONDS:g} s"
                 else:
                     reason = f"it did not start: {error_line(error)}"
-                self._becomes("failed", reason, "failed_starts", "is not there")
+                self._change_state("failed", reason, counter="failed_starts", event="is not there")
             else:
                 await self._watch()
             await self.end()
             if self._restarts >= self._max_restarts:
-                self._becomes("lost", f"{self.fault} (after {self._restarts} restarts)", "lost", "is given up")
+                self._lose(f"{self.fault} (after {self._restarts} restarts)")
                 return
             pause = min(limits.BACKOFF * 2**self._restarts, limits.MAX_BACKOFF)
             self._restarts += 1
@@ -268,9 +268,13 @@ class Replica:
     def _taken_out(self, kind: str) -> None:
         """Note that the engine was taken out; the engine calls this once."""
         if self.state == "healthy" and self.engine is not None:
-            self._becomes("failed", self.engine.down.result(), kind, "is taken out")
+            self._change_state("failed", self.engine.down.result(), counter=kind, event="is taken out")
 
-    def _becomes(self, state: Literal["failed", "lost"], reason: str, counter: str, event: str) -> None:
+    def _lose(self, reason: str) -> None:
+        """Give the engine up: it is not restarted."""
+        self._change_state("lost", reason, counter="lost", event="is given up")
+
+    def _change_state(self, state: Literal["failed", "lost"], reason: str, *, counter: str, event: str) -> None:
         """Change the state of a replica without an engine, and count and log the `event` with its reason."""
         self._counters[counter] += 1
         self.state = state

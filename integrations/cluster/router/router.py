@@ -94,7 +94,7 @@ class RoutedSampler(LoopSampler):
         Raises ConfigError if an engine's configuration is wrong, EngineLost if too few engines can be started.
         """
         router = cls(makes, min_healthy, max_restarts, health_timeout, vocabulary)
-        return await router._opened(router._open())
+        return await router._open_or_close(router._open())
 
     async def _open(self) -> None:
         self._supervisors = [asyncio.create_task(replica.supervise()) for replica in self._replicas]

@@ -82,14 +82,14 @@ class ChatTemplate:
         """
         self.tokenizer = tokenizer
         self._images = images
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        special = [str(token) for token in added if token.special]
-        self._control_tokens = ControlTokens([*tokenizer.all_special_tokens, *special])
-        self._in_parts = False
+        added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        added_special = [str(token) for token in added_tokens if token.special]
+        self._control_tokens = ControlTokens([*tokenizer.all_special_tokens, *added_special])
+        self._only_parts = False
         # The template of a model that sees images may accept texts only in parts.
         if images is not None:
             with contextlib.suppress(SamplerError):
-                self._in_parts = _PROBE not in self._template([{"role": "user", "content": _PROBE}], None, {})
+                self._only_parts = _PROBE not in self._template([{"role": "user", "content": _PROBE}], None, {})
         self.end_token_ids = tuple(end_token_ids)
         self.counts: Counter[str] = Counter()
         """Counts of prompts, replies and special tokens.
@@ -387,18 +387,21 @@ class ChatTemplate:
 
         try:
             images = self.images(messages)
-            parts = bool(images) or self._in_parts
+            all_in_parts = bool(images) or self._only_parts
             chat = []
             for message in messages:
-                message = self._control_tokens.marked(message)
-                in_parts = parts or (isinstance(message.get("content"), list) and self.reads_parts)
-                chat.append(for_template(message, parts=in_parts))
-            shown = list(tools) if tools else None
-            if options.get(CONTINUE):
-                generation = False
+                marked = self._control_tokens.marked(message)
+                in_parts = all_in_parts or (isinstance(marked.get("content"), list) and self.reads_parts)
+                chat.append(for_template(marked, parts=in_parts))
+            # A prompt that continues the last message begins no new reply.
+            begins_reply = generation and not options.get(CONTINUE)
             with time_limit(PATIENCE):
                 text: str = self.tokenizer.apply_chat_template(
-                    chat, tools=shown, add_generation_prompt=generation, tokenize=False, **options
+                    chat,
+                    tools=list(tools) if tools else None,
+                    add_generation_prompt=begins_reply,
+                    tokenize=False,
+                    **options,
                 )
             return self._images.expanded(text, images) if images and self._images else text
         except TookTooLong as error:

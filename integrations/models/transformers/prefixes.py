@@ -56,18 +56,19 @@ class PrefixCache:
 
     def match(self, key: Hashable, prompt: Ids) -> Prefix:
         """Find the longest known beginning of a prompt. It never includes the last token, which must be computed."""
-        path, length = self._known(key, prompt)
+        path, length = self._walk_prompt(key, prompt)
         parts = []
-        missing = length
+        remaining = length
         for node in path:
-            count = min(missing, len(node.tokens))
+            count = min(remaining, len(node.tokens))  # the last node may be known in part only
             parts.append([state[:, :count] for state in node.states])
-            missing -= count
+            remaining -= count
         return Prefix(length, tuple(parts))
 
     def length(self, key: Hashable, prompt: Ids) -> int:
         """The number of tokens of a prompt that `match` would find."""
-        return self._known(key, prompt)[1]
+        _, length = self._walk_prompt(key, prompt)
+        return length
 
     def insert(self, key: Hashable, tokens: Ids, read: Callable[[int, int], States]) -> None:
         """Store the states of these tokens. `read(start, stop)` copies the states of tokens[start:stop]."""
@@ -76,9 +77,11 @@ class PrefixCache:
         path, length = self._walk(key, tokens)
         if length < len(tokens):
             parent = path[-1] if path else self._roots.setdefault(key, _Node((), [], None))
-            path_length = sum(len(node.tokens) for node in path)
-            if path_length > length:
-                parent = path[-1] = self._split_node(parent, len(parent.tokens) - (path_length - length), key)
+            # The last node may have further tokens, in which these differ: the new node follows its common part.
+            differing_tokens = sum(len(node.tokens) for node in path) - length
+            if differing_tokens:
+                parent = self._split_node(parent, len(parent.tokens) - differing_tokens, key)
+                path[-1] = parent
             node = _Node(tokens[length:], read(length, len(tokens)), parent)
             parent.children[node.tokens[0]] = node
             self._used[node] = key
@@ -105,7 +108,8 @@ class PrefixCache:
         self._used.clear()
         self.bytes = 0
 
-    def _known(self, key: Hashable, prompt: Ids) -> tuple[list[_Node], int]:
+    def _walk_prompt(self, key: Hashable, prompt: Ids) -> tuple[list[_Node], int]:
+        """The same as `_walk`, without the prompt's last token. The nodes count as used."""
         path, length = self._walk(key, prompt[:-1])
         self._mark_used(path)
         return path, length
@@ -126,7 +130,7 @@ class PrefixCache:
         return path, length
 
     def _split_node(self, node: _Node, at: int, key: Hashable) -> _Node:
-        """Divide a node into two, and return the upper one. Both have copies, so that each can be freed alone."""
+        """Divide a node after `at` tokens; return the upper one. Both have copies, so that each can be freed alone."""
         assert node.parent is not None
         upper = _Node(node.tokens[:at], [state[:, :at].clone() for state in node.states], node.parent)
         node.parent.children[upper.tokens[0]] = upper

@@ -136,7 +136,7 @@ class VllmSampler(LoopSampler):
             sleeps=sleeps,
         )
         sampler = cls(skeleton, size)
-        return await sampler._opened(sampler._open(dict(engine_args or {})))
+        return await sampler._open_or_close(sampler._open(dict(engine_args or {})))
 
     async def _open(self, engine_args: dict[str, Any]) -> None:
         """Start vLLM on this machine. Raises ConfigError for unknown engine arguments, SamplerError if vLLM does not

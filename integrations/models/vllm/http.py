@@ -86,7 +86,7 @@ class VllmHttpSampler(LoopSampler):
         """
         skeleton = await asyncio.to_thread(ModelSkeleton, model)
         sampler = cls(VllmClient(url, "url", api_key), skeleton, Path(folder) if folder else None)
-        return await sampler._opened(sampler._open(str(model), max_lora_rank))
+        return await sampler._open_or_close(sampler._open(str(model), max_lora_rank))
 
     async def _open(self, model: str, rank: int) -> None:
         """Check that the server has the run's model, takes adapters, and reports the probabilities that it sampled

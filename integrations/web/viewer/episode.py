@@ -72,16 +72,18 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
     run = viewer.run(request)
     id = request.path_params["id"]
     first = start(request)
-    timed = [TimedCall(*call) for call in run.figures.call_times(id)]
+    timed_calls = [TimedCall(*call) for call in run.figures.call_times(id)]
     episode = ended_episode(run, id)
-    if episode is None and not timed:
+    if episode is None and not timed_calls:
         raise RecordError(f"There is no episode {id} in {run.name}.", "")
     calls = run.store.calls(id, start=first, limit=PAGE)
     groups = viewer.groups_of(run, episode)
     colouring = viewer.colouring(request, run, episode)
-    reads_of_call = _reads(run, calls, first, episode)
-    shown = show_calls(run, calls, groups, reads_of_call=reads_of_call, colouring=colouring)
-    timed = with_reads(timed, shown)
+    reads_of_call = _reads_of_calls(run, calls, first, episode)
+    shown_calls = show_calls(run, calls, groups, reads_of_call=reads_of_call, colouring=colouring)
+    timed_calls = with_reads(timed_calls, shown_calls)
+    roles = [*(call.role for call in timed_calls), *(call.record.role for call in shown_calls)]
+    unreadable_calls = len(timed_calls[first : first + PAGE]) - len(calls)
     older, newer = run.figures.neighbours(id)
     return viewer.page(
         request,
@@ -91,17 +93,17 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
         episode=episode,
         outcome=run.store.rewards([id])[id],
         feedback=run.store.feedback([id])[id],
-        timeline=timeline(timed, used_tools(episode, shown)),
-        graph=role_graph(timed),
+        timeline=timeline(timed_calls, used_tools(episode, shown_calls)),
+        graph=role_graph(timed_calls),
         effects=effects_of(run, id),
-        hues=hues(run, *(call.role for call in timed), *(call.record.role for call in shown)),
-        calls=shown,
+        hues=hues(run, *roles),
+        calls=shown_calls,
         groups=groups,
         **of_candidates(request, run, colouring, groups),
-        total=len(timed),
+        total=len(timed_calls),
         start=first,
         size=PAGE,
-        broken=len(timed[first : first + PAGE]) - len(calls),
+        broken=unreadable_calls,
         older=older,
         newer=newer,
     )
@@ -116,7 +118,7 @@ def call_page(viewer: Viewer, request: Request) -> Response:
     ids = [id for id, *_ in run.figures.call_times(record.episode)]
     position = ids.index(record.id)
     colouring = viewer.colouring(request, run, episode, record.policy.name if record.policy else "")
-    reads_of_call = _reads(run, [record], position, episode)
+    reads_of_call = _reads_of_calls(run, [record], position, episode)
     (call,) = show_calls(run, [record], groups, whole=True, reads_of_call=reads_of_call, colouring=colouring)
     return viewer.page(
         request,
@@ -194,10 +196,14 @@ def used_tools(episode: Episode | None, shown: Sequence[ShownCall]) -> list[Used
     return used
 
 
-def _reads(run: OpenedRun, calls: Sequence[CallRecord], first: int, episode: Episode | None) -> Mapping[str, Reads]:
+def _reads_of_calls(
+    run: OpenedRun, calls: Sequence[CallRecord], first: int, episode: Episode | None
+) -> Mapping[str, Reads]:
     """The earlier calls that each of these calls read, by id. `first` is the place of the first one in its episode."""
-    start = max(0, first - LOOK_BACK)
-    earlier = run.store.calls(calls[0].episode, start=start, limit=first - start) if calls and first else []
+    earlier: Sequence[CallRecord] = []
+    if calls and first:
+        start = max(0, first - LOOK_BACK)
+        earlier = run.store.calls(calls[0].episode, start=start, limit=first - start)
     return reads(run.store, calls, earlier, episode.task.input if episode else None)
 
 
