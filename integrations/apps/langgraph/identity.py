@@ -149,7 +149,7 @@ def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
         return None
 
     def run(graph_input: Any) -> Awaitable[Any]:
-        thread = {"thread_id": str(uuid4())}
+        thread = {"thread_id": str(uuid4())}  # LangGraph's name for a conversation
         # LangGraph would add the id to the metadata itself, but in a ChainMap, which is slow at every merge.
         awaited: Awaitable[Any] = app.ainvoke(graph_input, {"configurable": thread, "metadata": dict(thread)})
         return awaited

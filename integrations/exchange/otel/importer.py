@@ -171,7 +171,8 @@ class _EpisodeImport:
         self.left_out = left_out
         self.id = str(root.attributes.get(names.EPISODE) or _ulid_of_span(root))
         self.ids = {chat.id: str(chat.attributes.get(names.CALL) or _ulid_of_span(chat)) for chat in self.chats}
-        self.calls = 0
+        self.call_count = 0
+        """Number of the calls that were read so far."""
         self.turns = TurnCounter()
         self.call_records = CallRecords(None, nullcontext(), lambda kind, text: left_out.update([kind]))
         self.rewards: list[RewardRecord | FeedbackRecord] = []
@@ -181,8 +182,8 @@ class _EpisodeImport:
         records: list[Record] = []
         for chat in self.chats:
             try:
-                records += self._call(self.calls, chat)
-                self.calls += 1
+                records += self._call(self.call_count, chat)
+                self.call_count += 1
             except _UNREADABLE:
                 self.left_out["call_not_readable"] += 1
         self._rewards(self.root, self.id)
@@ -193,18 +194,8 @@ class _EpisodeImport:
         the last of them.
         """
         attributes = self.root.attributes
-        ends = [self.root.end, *(chat.end for chat in self.chats)]
+        end = max([self.root.end, *(chat.end for chat in self.chats)])
         task_input = json_value(attributes.get(names.TASK_INPUT), names.TASK_INPUT, self.left_out)
-        metrics: dict[str, float] = {}
-        recorded_metrics = json_value(attributes.get(names.METRICS), names.METRICS, self.left_out)
-        if not isinstance(recorded_metrics, dict):
-            recorded_metrics = {}
-        for name, value in recorded_metrics.items():
-            number = metric(value)
-            if number is None:
-                self.left_out["metric_not_a_number"] += 1
-            else:
-                metrics[str(name)] = number
         status: EpisodeStatus = "ok" if self.root.failed is None else "error"
         if attributes.get(names.STATUS) == "cancelled":
             status = "cancelled"
@@ -222,10 +213,24 @@ class _EpisodeImport:
             status=status,
             error=self.root.failed,
             started=self.root.start / 1e9,
-            latency=max(max(ends) - self.root.start, 0) / 1e9,
-            calls=self.calls,
-            metrics=metrics,
+            latency=max(end - self.root.start, 0) / 1e9,
+            calls=self.call_count,
+            metrics=self._metrics(),
         )
+
+    def _metrics(self) -> dict[str, float]:
+        """The metrics of the episode that are numbers. Others are counted in `left_out`."""
+        recorded_metrics = json_value(self.root.attributes.get(names.METRICS), names.METRICS, self.left_out)
+        if not isinstance(recorded_metrics, dict):
+            return {}
+        metrics: dict[str, float] = {}
+        for name, value in recorded_metrics.items():
+            number = metric(value)
+            if number is None:
+                self.left_out["metric_not_a_number"] += 1
+            else:
+                metrics[str(name)] = number
+        return metrics
 
     def _call(self, step: int, chat: Span) -> list[Record]:
         """The call record of one chat span, after the new bodies that it refers to. Unreadable attributes are counted

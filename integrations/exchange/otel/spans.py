@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -69,6 +69,14 @@ def episode_spans(
 ) -> list[Span]:
     """The spans of a recorded episode, the workflow's first. Data without a place in spans count in `left_out`."""
     return list(_Episode(store, episode, detail, Counter() if left_out is None else left_out).spans())
+
+
+class _ToolResult(NamedTuple):
+    """The result of a tool call, with the times in nanoseconds between which the tool ran."""
+
+    start: int
+    end: int
+    value: Any
 
 
 class _Episode:
@@ -251,45 +259,53 @@ class _Episode:
 
         Their results are in the tool messages of a later call, or were recorded for a replay.
         """
-        called = [] if call.chosen is None else call.candidates[call.chosen].tool_calls
-        read_results = self._read_results(place, call, called)
-        numbers: Counter[str] = Counter()
-        for tool, read_result in zip(called, read_results, strict=True):
-            function = tool.get("function") or {}
-            id = tool.get("id")
-            # Servers may give several tool calls the same id: their spans are numbered.
-            number = numbers[str(id)]
-            numbers[str(id)] += 1
-            timed_result = read_result or self._replay_result(id, function.get("name"), self.used_ids[str(id)])
+        tool_calls = [] if call.chosen is None else call.candidates[call.chosen].tool_calls
+        read_results = self._read_results(place, call, tool_calls)
+        uses_of_id: Counter[str] = Counter()
+        for tool_call, read_result in zip(tool_calls, read_results, strict=True):
+            function = tool_call.get("function") or {}
+            id = tool_call.get("id")
+            result = read_result or self._replay_result(id, function.get("name"), self.used_ids[str(id)])
             self.used_ids[str(id)] += 1
-            if timed_result is None:
+            # Servers may give several tool calls the same id: their spans are numbered.
+            number = uses_of_id[str(id)]
+            uses_of_id[str(id)] += 1
+            if result is None:
                 self.left_out["tool_without_result"] += 1
-                continue
-            start, end, result = timed_result
-            attributes = {
-                names.OPERATION: names.TOOL,
-                names.TOOL_NAME: str(function.get("name")),
-                names.TOOL_TYPE: "function",
-                names.TOOL_CALL_ID: str(id),
-                names.AGENT_NAME: call.role,
-            }
-            if self.detail.content:
-                attributes[names.TOOL_ARGUMENTS] = as_text(function.get("arguments"))
-                attributes[names.TOOL_RESULT] = as_text(result)
-            span_id = _span_id(call.id, f"tool {id} {number}" if number else f"tool {id}")
-            name = f"{names.TOOL} {function.get('name')}"
-            yield self._span(span_id, _span_id(call.id, "agent"), name, start, end, attributes)
+            else:
+                yield self._tool_span(call, id, number, function, result)
 
-    def _read_results(
-        self, place: int, call: CallRecord, called: list[dict[str, Any]]
-    ) -> list[tuple[int, int, Any] | None]:
-        """Start, end and result of each tool of an answer, from the first later call whose prompt has any of them.
+    def _tool_span(
+        self, call: CallRecord, id: Any, number: int, function: Mapping[str, Any], result: _ToolResult
+    ) -> Span:
+        """The span of a tool call. `number` tells apart the tool calls of one answer that have the same id."""
+        attributes = {
+            names.OPERATION: names.TOOL,
+            names.TOOL_NAME: str(function.get("name")),
+            names.TOOL_TYPE: "function",
+            names.TOOL_CALL_ID: str(id),
+            names.AGENT_NAME: call.role,
+        }
+        if self.detail.content:
+            attributes[names.TOOL_ARGUMENTS] = as_text(function.get("arguments"))
+            attributes[names.TOOL_RESULT] = as_text(result.value)
+        return self._span(
+            _span_id(call.id, f"tool {id} {number}" if number else f"tool {id}"),
+            parent=_span_id(call.id, "agent"),
+            name=f"{names.TOOL} {function.get('name')}",
+            start=result.start,
+            end=result.end,
+            attributes=attributes,
+        )
+
+    def _read_results(self, place: int, call: CallRecord, tool_calls: list[dict[str, Any]]) -> list[_ToolResult | None]:
+        """The result of each tool call of an answer, from the first later call whose prompt has any of them.
 
         The results are the tool messages after the answer. Ids are not enough: another answer may have the same ids.
         """
-        ids = [tool.get("id") for tool in called]
-        results: list[tuple[int, int, Any] | None] = [None] * len(called)
-        if not called:
+        ids = [tool_call.get("id") for tool_call in tool_calls]
+        results: list[_ToolResult | None] = [None] * len(tool_calls)
+        if not tool_calls:
             return results
         same_answers = 0
         for position in range(place, len(self.calls) - 1):
@@ -305,7 +321,7 @@ class _Episode:
                 if open_places:
                     start = _end_of_call(call)
                     end = max(start, _nanoseconds(later.started))
-                    results[open_places[0]] = start, end, message.get("content")
+                    results[open_places[0]] = _ToolResult(start, end, message.get("content"))
             if any(results):
                 break
         return results
@@ -331,8 +347,8 @@ class _Episode:
             following.append(message)
         return following
 
-    def _replay_result(self, id: Any, name: Any, number: int) -> tuple[int, int, Any] | None:
-        """Start, end and result of a tool as they were recorded for a replay; of equal ids, the one of this number."""
+    def _replay_result(self, id: Any, name: Any, number: int) -> _ToolResult | None:
+        """The result of a tool that was recorded for a replay; of those with the same id, the one of this number."""
         with_id = [result for result in self.episode.results if id and (result.call, result.name) == (id, name)]
         if number >= len(with_id):
             return None
@@ -340,7 +356,8 @@ class _Episode:
         body = self._body(result.value)
         if not isinstance(body, Mapping):
             return None
-        return _nanoseconds(result.started), _nanoseconds(result.started + result.latency), body.get("result")
+        end = _nanoseconds(result.started + result.latency)
+        return _ToolResult(_nanoseconds(result.started), end, body.get("result"))
 
     def _evaluations(self, target: str, at: int, candidate: int | None = None) -> Iterator[SpanEvent]:
         """The rewards of an episode or a candidate, with their reasons."""

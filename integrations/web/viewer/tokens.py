@@ -106,11 +106,11 @@ class Colouring:
         self.tokens_left -= count
         ids = candidate.token_ids[:count]
         texts = _texts(ids, _tokenizer(self._model))
-        names = texts if texts is not None else list(map(str, ids))
+        texts_or_ids = texts if texts is not None else list(map(str, ids))
         tokens = []
-        for name, value in zip(names, values, strict=False):
-            tokens.append(ShownToken(name, value, self._colour(value)))
-        return ColouredTokens(tuple(tokens), texts is not None, len(values) - count)
+        for text, value in zip(texts_or_ids, values, strict=False):
+            tokens.append(ShownToken(text, value, self._colour(value)))
+        return ColouredTokens(tuple(tokens), as_text=texts is not None, left_out=len(values) - count)
 
     def _values(self, candidate: Candidate, id: str) -> Sequence[float | None]:
         """The figure of each token that colours it; empty if the candidate does not have this figure."""
