@@ -129,15 +129,18 @@ def _names_from_training(
     for name, roles in roles_of_model.items():
         if name in served:
             continue
+        if len(roles) == 1:
+            if roles[0] in served:
+                unambiguous[name] = replace(served[roles[0]], name=roles[0])
+            continue
         # None stands for the application's provider.
         policies = {served[role].policy if role in served else None for role in roles}
-        if len(roles) > 1 and (prompts or len(policies) > 1):
+        if prompts or len(policies) > 1:
             # With edited prompts, even roles of one policy get different answers.
             shared[name] = roles
         elif roles[0] in served:
-            # A call is counted and edited as its role; a name of several roles does not tell the role.
-            role_name = roles[0] if len(roles) == 1 else ""
-            unambiguous[name] = replace(served[roles[0]], name=role_name)
+            # A call is counted and edited as its role, which a name of several roles does not tell.
+            unambiguous[name] = replace(served[roles[0]], name="")
     return unambiguous, shared
 
 

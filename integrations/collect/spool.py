@@ -202,9 +202,11 @@ class Spool:
         """Append a frame with `records` records to the last file, or to a new one if that is full."""
         if self._lock is None:
             self._claim_name()
-        last = self._segments[-1] if self._segments else None
-        if self._file is None or last is None or last.size >= self._segment_bytes:
-            last = self._begin_segment()
+        newest = self._segments[-1] if self._segments else None
+        if self._file is None or newest is None or newest.size >= self._segment_bytes:
+            segment = self._begin_segment()
+        else:
+            segment = newest
         assert self._file is not None
         written = 0
         try:
@@ -213,10 +215,10 @@ class Spool:
         except OSError:
             # Half a frame would make the frames after it unreadable.
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, last.size)
+                os.ftruncate(self._file, segment.size)
             raise
-        last.size += len(frame)
-        last.records += records
+        segment.size += len(frame)
+        segment.records += records
         self._drop_oldest()
 
     def _begin_segment(self) -> _Segment:

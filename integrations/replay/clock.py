@@ -24,24 +24,25 @@ def install() -> None:
     except ImportError:
         fault = "needs the package time-machine, which is not installed"
         raise ConfigError("replay.tools", "frozen", fault, "pip install time-machine") from None
-    generate: Any = uuid._generate_time_safe  # type: ignore[attr-defined]
-    real = time_machine.escape_hatch.time.time_ns
+    real_wall_ns = time_machine.escape_hatch.time.time_ns
 
     def wall_ns() -> int:
         if (frozen := recorded_values_here(__name__)) is None:
-            return real()
+            return real_wall_ns()
         chance, place = frozen
-        return chance.clock("wall", place, real())
+        return chance.clock("wall", place, real_wall_ns())
 
+    # A journey through time that begins now hooks all readers of the wall clock; they then read `wall_ns`.
+    generate_time_safe: Any = uuid._generate_time_safe  # type: ignore[attr-defined]
     traveller: Any = time_machine.travel(time.time(), tick=True).start()
     traveller.time_ns = wall_ns
-    uuid._generate_time_safe = generate  # type: ignore[attr-defined]  # travelling takes it away
+    uuid._generate_time_safe = generate_time_safe  # type: ignore[attr-defined]  # travelling takes it away
     for name in _COUNTERS:
         originals = (getattr(time, name), getattr(time, f"{name}_ns"))
-        hooked = _clock_functions(name)
-        setattr(time, name, hooked[0])
-        setattr(time, f"{name}_ns", hooked[1])
-        replace_everywhere(originals, hooked, own=True)
+        in_seconds, in_ns = _clock_functions(name)
+        setattr(time, name, in_seconds)
+        setattr(time, f"{name}_ns", in_ns)
+        replace_everywhere(originals, (in_seconds, in_ns), own=True)
 
 
 def _clock_functions(name: str) -> tuple[Callable[[], float], Callable[[], int]]:

@@ -176,7 +176,10 @@ class ChatStream:
         self._choices: dict[int, dict[str, Any]] = {}
 
     def take(self, event: Any) -> bool:
-        """Add an event. Always False: no event says that it is the last. Raises ValueError for an error event."""
+        """Add a chunk of a completion. Raises ValueError for an error event.
+
+        Returns False, as no chunk tells that it is the last: the stream ends with `[DONE]`.
+        """
         if not isinstance(event, dict):
             raise ValueError(f"event {event!r} is no object")
         if event.get("error"):
@@ -184,10 +187,10 @@ class ChatStream:
         for key in ("id", "model", "created", "usage", "prompt_token_ids"):
             if event.get(key) is not None:
                 self._completion[key] = event[key]
-        for part in event.get("choices") or []:
-            index = index_of_part(part, "index")
-            empty = {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
-            _add(self._choices.setdefault(index, empty), part)
+        for choice_part in event.get("choices") or []:
+            index = index_of_part(choice_part, "index")
+            empty_choice = {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
+            _add(self._choices.setdefault(index, empty_choice), choice_part)
         return False
 
     def over(self, *, done: bool) -> bool:

@@ -380,10 +380,11 @@ def _prepare(db: Connection, name: str) -> None:
     with db.transaction():
         _take_turn(db)
         if _version(db) is None:
-            schema = db.execute(
+            # Tables are made in the first schema of the search path, which an address may name before it exists.
+            ((schema,),) = db.execute(
                 "SELECT quote_ident((parse_ident(current_setting('search_path'), false))[1])"
             ).fetchall()
-            db.execute(f"CREATE SCHEMA IF NOT EXISTS {schema[0][0]}; {SCHEMA}")
+            db.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}; {SCHEMA}")
         while (version := _version(db)) in UPGRADES:
             db.execute(UPGRADES[version])
     _check(db, name)
