@@ -107,13 +107,9 @@ def roll_back(folder: str | Path, number: int | None = None) -> Manifest:
     if number is None:
         number = _replaced_by_present(export, earlier)
     if number not in earlier:
-        remedy = "It keeps no earlier version."
-        if earlier:
-            remedy = f"These are kept: {', '.join(map(str, earlier))}."
-        fault = f"is missing: {folder} replaced no version"
-        if number:
-            fault = f"is not an earlier version of {folder}"
-        raise ConfigError("roll_back", number or None, fault, f"{remedy} To export a checkpoint again: --step N.")
+        fault = f"is not an earlier version of {folder}" if number else f"is missing: {folder} replaced no version"
+        kept = f"These are kept: {', '.join(map(str, earlier))}." if earlier else "It keeps no earlier version."
+        raise ConfigError("roll_back", number or None, fault, f"{kept} To export a checkpoint again: --step N.")
 
     # A damaged version must not take the place of one that works.
     try:

@@ -56,8 +56,8 @@ def _edited_texts(
         return list(texts) if edited_text is None else [*divide_text(recorded_texts, joint, edited_text)]
     new_texts: list[str | None] = []
     for text in texts:
-        new = None if text is None else replace_text(kind, "", text)
-        new_texts.append(text if new is None else new)
+        edited_text = None if text is None else replace_text(kind, "", text)
+        new_texts.append(text if edited_text is None else edited_text)
     return new_texts
 
 

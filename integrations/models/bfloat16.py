@@ -71,7 +71,9 @@ class PackedLinear(nn.Module):
 
 
 def pack_linear_layers(model: nn.Module) -> None:
-    """Replace the linear layers of a model that is not trained; its logits stay exact."""
+    """Replace the linear layers of a model that is not trained by packed ones in bfloat16. The head's products are
+    not rounded, so that its logits stay exact. Layers with the same input are computed as one.
+    """
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         layers = {name: layer for name, layer in parent.named_children() if type(layer) is nn.Linear}

@@ -259,10 +259,10 @@ def application(routes: Sequence[Route]) -> Starlette:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """The response to an error. The client learns only the type of an unexpected error."""
+    if isinstance(error, RequestError):
+        return refusal(error)
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         text = f"{error.detail}: {request.method} {request.url.path}."
-        error = RequestError(error.status_code, text, code=code, headers=error.headers)
-    elif not isinstance(error, RequestError):
-        error = RequestError(500, f"The server failed: {type(error).__name__}.", code="internal_error")
-    return refusal(error)
+        return refusal(RequestError(error.status_code, text, code=code, headers=error.headers))
+    return refusal(RequestError(500, f"The server failed: {type(error).__name__}.", code="internal_error"))

@@ -163,17 +163,17 @@ def _texts(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
         return None
     # The text of a token is the difference between the text with it and the text without it. All are decoded in one
     # batch, which is much faster than one by one.
-    without = []
-    with_token = []
-    for place in range(len(ids)):
-        first = max(0, place - _CONTEXT)
-        without.append(list(ids[first:place]))
-        with_token.append(list(ids[first : place + 1]))
-    decoded = tokenizer.decode_batch([*without, *with_token], skip_special_tokens=False)
+    ids_before = []
+    ids_until = []
+    for position in range(len(ids)):
+        first = max(0, position - _CONTEXT)
+        ids_before.append(list(ids[first:position]))
+        ids_until.append(list(ids[first : position + 1]))
+    decoded = tokenizer.decode_batch([*ids_before, *ids_until], skip_special_tokens=False)
 
     texts = []
-    for place, id in enumerate(ids):
-        before, until = decoded[place], decoded[len(ids) + place]
-        text = until[len(before) :] if until.startswith(before) else until
+    for id, text_before, text_until in zip(ids, decoded[: len(ids)], decoded[len(ids) :], strict=True):
+        # A token may change the text before it, such as the last byte of a character.
+        text = text_until.removeprefix(text_before)
         texts.append(text or tokenizer.id_to_token(id) or "")
     return texts
