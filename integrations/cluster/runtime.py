@@ -129,16 +129,9 @@ def _use_token() -> None:
 
 def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
     """Start or join a cluster. Ray replaces the handler of SIGTERM meanwhile, so it is restored afterwards."""
-    before = _sigterm()
+    handler_before = _sigterm()
     try:
-        try:
-            ray.init(**arguments)
-        except Exception as error:
-            ray.shutdown()
-            if _START_TIMEOUT not in str(error):
-                raise
-            log.warning("Ray's processes did not start within half a minute; starting them once more")
-            ray.init(**arguments)
+        _init_ray(ray, arguments)
     except Exception as error:
         ray.shutdown()
         raise ConfigError(
@@ -148,7 +141,19 @@ def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
             "Check the address, or look at the machine's load and memory.",
         ) from error
     finally:
-        _handle_sigterm(before)
+        _handle_sigterm(handler_before)
+
+
+def _init_ray(ray: Any, arguments: Mapping[str, Any]) -> None:
+    """Call `ray.init`, a second time if Ray's processes were only slow to start."""
+    try:
+        ray.init(**arguments)
+    except Exception as error:
+        ray.shutdown()
+        if _START_TIMEOUT not in str(error):
+            raise
+        log.warning("Ray's processes did not start within half a minute; starting them once more")
+        ray.init(**arguments)
 
 
 def _joined_address(ray: Any, address: str | None) -> str:

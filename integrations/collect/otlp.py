@@ -90,11 +90,14 @@ def _from_protobuf(body: bytes) -> dict[str, Any]:
 
 
 def _service_name(export_request: Mapping[str, Any]) -> str:
-    """The first `service.name` of an export request, in letters that an application's name may have."""
-    for resource in export_request.get("resourceSpans") or ():
-        for pair in (resource.get("resource") or {}).get("attributes") or ():
-            if pair.get("key") == "service.name":
-                value = (pair.get("value") or {}).get("stringValue")
-                name = _NO_NAME.sub("-", str(value or "")).strip("-._")[:64]
-                return name or "otel"
+    """The first `service.name` of an export request, in letters that an application's name may have. It is "otel" if
+    there is none.
+    """
+    for resource_spans in export_request.get("resourceSpans") or ():
+        resource = resource_spans.get("resource") or {}
+        for attribute in resource.get("attributes") or ():
+            if attribute.get("key") == "service.name":
+                value = attribute.get("value") or {}
+                name = _NO_NAME.sub("-", str(value.get("stringValue") or "")).strip("-._")
+                return name[:64] or "otel"
     return "otel"

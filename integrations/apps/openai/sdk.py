@@ -413,14 +413,15 @@ class _Tee:
         if self._settled:
             return
         self._settled = True
-        raw = b"".join(self._chunks)
+        body = b"".join(self._chunks)
         if self._encoding:
+            headers = {"content-encoding": self._encoding}
             try:
-                raw = self._package.Response(200, headers={"content-encoding": self._encoding}, content=raw).content
-            except self._package.DecodingError as broken:
-                raw = b""
-                error = error or broken
-        self._settle(raw, error, self._ended)
+                body = self._package.Response(200, headers=headers, content=body).content
+            except self._package.DecodingError as undecodable:
+                self._settle(b"", error or undecodable, self._ended)
+                return
+        self._settle(body, error, self._ended)
 
 
 @functools.cache

@@ -481,11 +481,8 @@ def _close_objects(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     closed = {key: value if key in _DATA else _close_objects(value) for key, value in schema.items()}
-    open_ended = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-    if (
-        isinstance(schema.get("properties"), Mapping)
-        and schema.get("type") == "object"
-        and not any(k in schema for k in open_ended)
-    ):
+    lists_properties = schema.get("type") == "object" and isinstance(schema.get("properties"), Mapping)
+    allows_others = any(key in schema for key in ("additionalProperties", "patternProperties", "unevaluatedProperties"))
+    if lists_properties and not allows_others:
         closed["additionalProperties"] = False
     return closed
