@@ -61,13 +61,14 @@ def _answer_blocks(call: LiveCall, message: Mapping[str, Any]) -> Iterator[dict[
 
 def to_events(message: Mapping[str, Any], request_body: Mapping[str, Any]) -> bytes:
     """The events that a provider sends for a Message, in its order."""
-    begun = {**message, "content": [], "stop_reason": None, "usage": {**message["usage"], "output_tokens": 0}}
-    events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+    empty_usage = {**message["usage"], "output_tokens": 0}
+    empty_message = {**message, "content": [], "stop_reason": None, "usage": empty_usage}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": empty_message}]
     for index, block in enumerate(message["content"]):
         events += ({**event, "index": index} for event in _block_events(block))
-    ended = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
-    usage = {"output_tokens": message["usage"]["output_tokens"]}
-    events.append({"type": "message_delta", "delta": ended, "usage": usage})
+    stop = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
+    final_usage = {"output_tokens": message["usage"]["output_tokens"]}
+    events.append({"type": "message_delta", "delta": stop, "usage": final_usage})
     events.append({"type": "message_stop"})
     encoded = [b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events]
     return b"".join(encoded)

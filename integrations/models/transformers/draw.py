@@ -131,7 +131,7 @@ def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Te
         x = logits.float()
         best, token = x.max(dim=-1)
         return token, best - torch.logsumexp(x, dim=-1)
-    weight, greedy = _draw_weights(logits, params)
+    weight, greedy_token = _draw_weights(logits, params)
     blocks = weight.view(len(logits), -1, BLOCK)  # [rows, blocks, BLOCK]
     block_sums = blocks.sum(dim=-1)
     total = block_sums.sum(dim=-1, keepdim=True)
@@ -139,8 +139,8 @@ def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Te
     weights_in_block = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]  # [rows, BLOCK]
     place_in_block, _ = _find_column(weights_in_block, threshold_in_block)
     token = block * BLOCK + place_in_block
-    if greedy is not None:
-        token = torch.where(params.greedy, greedy, token)
+    if greedy_token is not None:
+        token = torch.where(params.greedy, greedy_token, token)
     logprob = torch.log(weight.gather(1, token) / total)
     return token.squeeze(1), logprob.squeeze(1)
 
@@ -162,20 +162,23 @@ def likeliest(logits: Tensor, params: RowParams, most: int) -> tuple[Tensor, Ten
 
 
 def _draw_weights(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
-    """The weights in proportion to which tokens are drawn, fp32, with zeros up to whole blocks; and the likeliest
-    tokens [rows, 1] if some rows are greedy."""
-    rows, size = logits.shape
-    weight = logits.new_empty((rows, -(-size // BLOCK) * BLOCK), dtype=torch.float32)
-    weight[:, size:] = 0.0
-    x = torch.div(logits, params.temperature, out=weight[:, :size])
+    """The weights in proportion to which tokens are drawn, [rows, whole blocks], fp32, and the likeliest tokens
+    [rows, 1], which greedy rows take; None if no row is greedy. The weights after the vocabulary are 0.
+    """
+    rows, vocabulary = logits.shape
+    blocks = -(-vocabulary // BLOCK)
+    weight = logits.new_empty((rows, blocks * BLOCK), dtype=torch.float32)
+    weight[:, vocabulary:] = 0.0
+    # A view of `weight`: scaled logits, which the last line turns into weights in place, to save memory.
+    x = torch.div(logits, params.temperature, out=weight[:, :vocabulary])
     if params.min_p is not None:
-        least = x.amax(dim=-1, keepdim=True) + params.min_p.log()
-        x.masked_fill_(x < least, -torch.inf)
+        least_logit = x.amax(dim=-1, keepdim=True) + params.min_p.log()
+        x.masked_fill_(x < least_logit, -torch.inf)
     if params.top_k is not None or params.top_p is not None:
         x.copy_(truncate(x, params.top_k, params.top_p))
-    greedy = None if params.greedy is None else x.argmax(dim=-1, keepdim=True)
+    greedy_token = None if params.greedy is None else x.argmax(dim=-1, keepdim=True)
     x.sub_(x.amax(dim=-1, keepdim=True)).exp_()
-    return weight, greedy
+    return weight, greedy_token
 
 
 def _find_column(weight: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:

@@ -376,15 +376,15 @@ class VllmSampler(LoopSampler):
         """Whether an adapter has other values on the device than when it was published."""
         if version.target is None:
             return False
-        number = version.target.lora_int_id
-        published = self._published_slots[number]
-        if UNKNOWN in published and not self._warned_of_slots:
+        lora_id = version.target.lora_int_id
+        published_digests = self._published_slots[lora_id]
+        if UNKNOWN in published_digests and not self._warned_of_slots:
             self._warned_of_slots = True
             log.warning(
                 "This version of vLLM does not show the adapters that its kernels read: cotune cannot check them after "
                 "the engine wakes. The probe after each publication still compares log-probabilities."
             )
-        return published != await self._ask("cotune_slot", number)
+        return published_digests != await self._ask("cotune_slot", lora_id)
 
     async def _digest(self) -> str:
         """Digest of the weights of all workers. Each worker has only a part of the weights if several share a model."""

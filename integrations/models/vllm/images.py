@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,28 +39,33 @@ async def image_prompt(renderer: Any, token_ids: Sequence[int], images: Sequence
 def _moved_ranges(prompt: list[int], image_text: list[int], ranges: Sequence[Any]) -> list[Any]:
     """Move vLLM's ranges in the text of images to the positions of the same tokens in the prompt."""
     moved: list[Any] = []
-    image_tokens: set[int] = set()
-    needed = 0
+    image_tokens: list[int] = []  # those that the model replaces by images
     start = 0
     for range_ in ranges:
         tokens = image_text[range_.offset : range_.offset + range_.length]
-        for token, is_embedded in zip(tokens, _replaced_tokens(range_), strict=True):
-            if is_embedded:
-                image_tokens.add(token)
-                needed += 1
-        start = next((i for i in range(start, len(prompt)) if prompt[i : i + len(tokens)] == tokens), -1)
-        if start < 0:
+        image_tokens += itertools.compress(tokens, _replaced_tokens(range_))
+        offset = _find_tokens(prompt, tokens, start)
+        if offset is None:
             raise RequestRefused(
                 f"vLLM makes {len(tokens)} tokens of image {len(moved)}, which the prompt does not hold.", _REMEDY
             )
-        moved.append(dataclasses.replace(range_, offset=start))
-        start += len(tokens)
+        moved.append(dataclasses.replace(range_, offset=offset))
+        start = offset + len(tokens)
 
-    # A prompt with more image tokens than images would be computed without an image at some of them.
-    count = sum(token in image_tokens for token in prompt)
-    if count != needed:
-        raise RequestRefused(f"The prompt has {count} image tokens; its images take {needed}.", _REMEDY)
+    # A prompt with more image tokens than its images take would be computed without an image at some of them.
+    kinds = set(image_tokens)
+    count = sum(token in kinds for token in prompt)
+    if count != len(image_tokens):
+        raise RequestRefused(f"The prompt has {count} image tokens; its images take {len(image_tokens)}.", _REMEDY)
     return moved
+
+
+def _find_tokens(prompt: list[int], tokens: list[int], start: int) -> int | None:
+    """The first position in the prompt, from `start` on, at which these tokens begin; None if there is none."""
+    for position in range(start, len(prompt)):
+        if prompt[position : position + len(tokens)] == tokens:
+            return position
+    return None
 
 
 def _replaced_tokens(range_: Any) -> list[bool]:
