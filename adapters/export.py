@@ -6,12 +6,13 @@ The first half writes; the second half, from `TrainedPolicy` on, reads the polic
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -222,28 +223,11 @@ def _write(
     """Write the weights of all policies and the prompts into `folder`. Returns the manifest, which the caller writes
     last.
     """
-    fingerprints: dict[Path, BaseFingerprint] = {}
-
-    def base_of(policy: TrainedPolicy) -> Base | None:
-        """The base model that a policy was trained on; None for a policy without a local model. Raises if it has
-        changed since.
-        """
-        if policy.kind == "provider" or not policy.model:
-            return None
-        model = locate_model(policy.model)
-        if model not in fingerprints:
-            fingerprints[model] = base_fingerprint(model)
-        # Policies of several runs may have one base with different tool formats or precisions.
-        base = Base(
-            model=str(model) if Path(policy.model).expanduser().exists() else policy.model,
-            sha256=fingerprints[model],
-            sees_images=folder_sees_images(model),
-            tool_format=policy.tool_format,
-            dtype=None if merge or gguf else policy.dtype,
-        )
-        policy.check_trained_on(base.model, base.sha256)
-        return base
-
+    base_of = functools.partial(
+        _base_of,
+        fingerprint=functools.cache(base_fingerprint),  # several policies may have one base
+        whole=merge or gguf is not None,
+    )
     exported: list[ExportedPolicy] = []
     roles: list[ExportedRole] = []
     for policy in policies:
@@ -268,6 +252,25 @@ def _write(
     if prompts is not None:
         write_prompts(folder, prompts)
     return msgspec.structs.replace(manifest, serve=serve_commands(manifest))
+
+
+def _base_of(policy: TrainedPolicy, *, fingerprint: Callable[[Path], BaseFingerprint], whole: bool) -> Base | None:
+    """The base model that a policy was trained on; None for a policy without a local model. `whole`: it is exported as
+    a whole model. Raises AdapterError if the base has changed since.
+    """
+    if policy.kind == "provider" or not policy.model:
+        return None
+    model = locate_model(policy.model)
+    # Policies of several runs may have one base with different tool formats or precisions.
+    base = Base(
+        model=str(model) if Path(policy.model).expanduser().exists() else policy.model,
+        sha256=fingerprint(model),
+        sees_images=folder_sees_images(model),
+        tool_format=policy.tool_format,
+        dtype=None if whole else policy.dtype,
+    )
+    policy.check_trained_on(base.model, base.sha256)
+    return base
 
 
 def whole_models_size(run: str | Path, gguf: Precision | None, model: Moved = None) -> int:

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -204,7 +204,6 @@ class Collector:
 
         Raises RequestError (503) if the store fails.
         """
-        # 1. Refuse records whose ids or times are not valid.
         refused: Counter[str] = Counter()
         parents = {record.parent for record in records if isinstance(record, Segment) and record.parent is not None}
         stored = self.store.figures().stored_segments(parents)
@@ -212,12 +211,28 @@ class Collector:
         valid = select_valid(
             records, app, lambda name: self._stored_path(name) if name in stored else None, keys, refused
         )
+        stored_kinds = Counter(map(_kind, valid))
+        for dropped_of_slice in self._commit_slices(keys.slices(valid), left_out):
+            for counter, dropped_records in dropped_of_slice.items():
+                refused[DROPPED[counter]] += len(dropped_records)
+                stored_kinds.subtract(map(_kind, dropped_records))
+        for kind, count in stored_kinds.items():
+            self.counts.add("records", count, app=app, kind=kind)
+        for reason, count in refused.items():
+            self.counts.add("refused_records", count, app=app, reason=reason)
+            log.warning("%d records of %r are refused: %s", count, app, reason)
+        return Outcome(stored_kinds, refused)
 
-        # 2. Commit the others.
+    def _commit_slices(
+        self, slices: Iterable[Sequence[Record]], left_out: Mapping[str, int] | None
+    ) -> list[Mapping[str, Sequence[Record]]]:
+        """Commit slices of a batch one after the other. Returns the records of each that the store has dropped, by its
+        counter. Raises RequestError (503) if the store fails.
+        """
         begun = time.monotonic()
         self._commits.add(begun)
         try:
-            *earlier_slices, last_slice = keys.slices(valid)
+            *earlier_slices, last_slice = slices
             dropped = [self.store.commit(part) for part in earlier_slices]
             # After a failed commit, the batch is sent again, so only the last commit may count the left-out records.
             dropped.append(self.store.commit(last_slice, left_out))
@@ -232,19 +247,7 @@ class Collector:
         self.counts.add("commits", outcome="ok")
         self.failing = False
         self.counts.add("commit_seconds", time.monotonic() - begun)
-
-        # 3. Count what was stored and refused, by the checks or by the store.
-        stored_kinds = Counter(map(_kind, valid))
-        for dropped_part in dropped:
-            for counter, dropped_records in dropped_part.items():
-                refused[DROPPED[counter]] += len(dropped_records)
-                stored_kinds.subtract(map(_kind, dropped_records))
-        for kind, count in stored_kinds.items():
-            self.counts.add("records", count, app=app, kind=kind)
-        for reason, count in refused.items():
-            self.counts.add("refused_records", count, app=app, reason=reason)
-            log.warning("%d records of %r are refused: %s", count, app, reason)
-        return Outcome(stored_kinds, refused)
+        return dropped
 
     def _stored_path(self, segment: str) -> bytes | None:
         try:

@@ -55,14 +55,14 @@ def _to_parts(message: Mapping[str, Any], left_out: Counter[str]) -> dict[str, A
 def from_parts(message: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
     """The message in OpenAI form, or several messages if it has several tool results. Unknown parts are counted."""
     role = str(message.get("role") or "user")
-    texts: list[dict[str, Any]] = []
+    contents: list[dict[str, Any]] = []  # texts and images
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     reasoning: list[str] = []
     for part in _parts(message):
         kind = part.get("type")
         if kind == "text":
-            texts.append({"type": "text", "text": str(part.get("content", part.get("text", "")))})
+            contents.append({"type": "text", "text": str(part.get("content", part.get("text", "")))})
         elif kind == "reasoning":
             reasoning.append(str(part.get("content") or ""))
         elif kind == "tool_call":
@@ -70,18 +70,18 @@ def from_parts(message: Mapping[str, Any], left_out: Counter[str]) -> list[dict[
         elif kind == "tool_call_response":
             answer = part.get("response", part.get("result"))
             results.append({"role": "tool", "tool_call_id": part.get("id"), "content": as_text(answer)})
-        elif kind == "uri" and part.get("modality") == "image":
-            texts.append({"type": "image_url", "image_url": {"url": part.get("uri")}})
-        elif kind == "blob" and part.get("modality") == "image":
-            url = f"data:{part.get('mime_type') or 'image/png'};base64,{part.get('content') or ''}"
-            texts.append({"type": "image_url", "image_url": {"url": url}})
+        elif kind in ("uri", "blob") and part.get("modality") == "image":
+            url = part.get("uri")
+            if kind == "blob":
+                url = f"data:{part.get('mime_type') or 'image/png'};base64,{part.get('content') or ''}"
+            contents.append({"type": "image_url", "image_url": {"url": url}})
         else:
             left_out[f"part.{kind}"] += 1
-    if results and not texts and not calls:
+    if results and not contents and not calls:
         return results
-    content: Any = texts or None
-    if len(texts) == 1 and texts[0]["type"] == "text":
-        content = texts[0]["text"]
+    content: Any = contents or None
+    if len(contents) == 1 and contents[0]["type"] == "text":
+        content = contents[0]["text"]
     openai_message: dict[str, Any] = {"role": role, "content": content}
     if reasoning:
         openai_message["reasoning_content"] = "\n".join(reasoning)

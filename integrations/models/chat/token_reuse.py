@@ -128,49 +128,49 @@ class EarlierIds:
         `canonical` is the text as the template writes it, and `reused` the path that it continues. None if the other
         text would not continue a longer path.
         """
-        # 1. The longer paths. Paths that are only the beginning of the longest are left out.
         longer = [i for i, path in enumerate(self.paths) if len(path) > len(reused) and path.startswith(reused)]
         replies = list(self._replies(longer))
-        path_texts = []
-        for i in longer:
-            if i == longer[0] or not self.paths[longer[0]].startswith(self.paths[i]):
-                path_texts.append(self._text(i))
-
-        # 2. After the reused text, a path must continue as the template does, or with a reply. Comparing one character
-        # rules out most paths at little cost.
-        end = len(self._text_of(reused)) if reused else 0
-        next_characters = {canonical[end : end + 1], *(reply.text[:1] for reply in replies)}
-        path_texts = [text for text in path_texts if text[end : end + 1] in next_characters]
+        path_texts = self._possible_texts(longer, replies, canonical, reused)
         if not path_texts:
             return None
-
-        # 3. The messages that repeat a reply, each with the texts that it may have.
-        texts_of_meaning: dict[str, list[str]] = {}
-        for reply in replies:
-            texts_of_meaning.setdefault(reply.meaning, []).append(reply.text)
-        places: list[int] = []
-        choices: list[list[str]] = []
-        for i, message in enumerate(messages):
-            meaning = _comparable_message(message) if message.get("role") == "assistant" else ""
-            if meaning in texts_of_meaning:
-                places.append(i)
-                choices.append(texts_of_meaning[meaning])
-        if not places:
+        texts_at = _texts_of_repeated_replies(messages, replies)
+        if not texts_at:
             return None
 
-        # 4. Render the prompt with marks in these places, and choose the texts by which a path fits.
+        # Render the prompt with marks in the places of replies, and choose the texts by which a path fits.
+        places = list(texts_at)
         marked = template(_with_marks(messages, places))
-        chosen = _matching_texts(marked, choices, path_texts)
+        chosen = _matching_texts(marked, list(texts_at.values()), path_texts)
         if not chosen:
             return None
         if len(chosen) < len(places):
+            # The later replies are not in the path: the template writes them.
             places = places[: len(chosen)]
             marked = template(_with_marks(messages, places))
-        if not canonical.endswith(marked.rpartition(_MARK.format(places[-1]))[2]):
+        # A template may write what follows a reply in another way if the reply is a mark.
+        _, _, after_last_reply = marked.rpartition(_MARK.format(places[-1]))
+        if not canonical.endswith(after_last_reply):
             return None
         for i, reply_text in zip(places, chosen, strict=True):
             marked = marked.replace(_MARK.format(i), reply_text)
         return marked
+
+    def _possible_texts(
+        self, numbers: Sequence[int], replies: Sequence[Reply], canonical: str, reused: bytes
+    ) -> list[str]:
+        """The texts of the paths with these numbers that a prompt may continue, the longest first. All are longer than
+        `reused`.
+        """
+        texts = []
+        for i in numbers:
+            # A path that is only the beginning of the longest one says nothing new.
+            if i == numbers[0] or not self.paths[numbers[0]].startswith(self.paths[i]):
+                texts.append(self._text(i))
+        # After the reused text, a path must continue as the template does, or with a reply. Comparing one character
+        # rules out most paths at little cost.
+        end = len(self._text_of(reused)) if reused else 0
+        next_characters = {canonical[end : end + 1], *(reply.text[:1] for reply in replies)}
+        return [text for text in texts if text[end : end + 1] in next_characters]
 
     def _replies(self, numbers: Iterable[int]) -> Iterator[Reply]:
         """The replies at the ends of these paths. A path with a reply continues another path, which is its prompt."""
@@ -237,6 +237,20 @@ def _matching_texts(text: str, choices: Sequence[Sequence[str]], paths: Sequence
         position += len(reply_text)
         chosen.append(reply_text)
     return chosen
+
+
+def _texts_of_repeated_replies(messages: Messages, replies: Iterable[Reply]) -> dict[int, list[str]]:
+    """For each message that repeats a reply, by its position: the texts that this reply may have."""
+    texts_of_meaning: dict[str, list[str]] = {}
+    for reply in replies:
+        texts_of_meaning.setdefault(reply.meaning, []).append(reply.text)
+    texts_at: dict[int, list[str]] = {}
+    for position, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            texts = texts_of_meaning.get(_comparable_message(message))
+            if texts is not None:
+                texts_at[position] = texts
+    return texts_at
 
 
 def _with_marks(messages: Messages, places: Sequence[int]) -> list[dict[str, Any]]:

@@ -86,17 +86,7 @@ def show_evaluation(
     `by_task.KINDS`, or empty for all tasks.
     """
     modes = evaluation.evaluations
-    pairs = [(comparison.label, comparison.against) for comparison in evaluation.comparisons]
-    if pair not in pairs:
-        headline_pair = compared_modes(evaluation)
-        if headline_pair in pairs:
-            pair = headline_pair
-        elif pairs:
-            pair = pairs[0]
-        else:
-            pair = (next(iter(modes), ""), "")
-    assert pair is not None
-    label, against = pair
+    label, against = _pair_to_show(evaluation, pair)
     tasks = by_task(evaluation, label, against)
     counts = {name: len(tasks_of_kind(tasks, name)) for name in KINDS}
     rows = tasks_of_kind(tasks, kind)
@@ -113,6 +103,17 @@ def show_evaluation(
         place=records.name if (records := run.records_of(evaluation)) else "",
         episodes=episodes_of_modes(run, evaluation, [row.task for row in shown]),
     )
+
+
+def _pair_to_show(evaluation: StoredEvaluation, asked: tuple[str, str] | None) -> tuple[str, str]:
+    """The asked pair of modes if they were compared, else that of the headline, else the first one. Without any
+    comparison, the first mode is shown alone.
+    """
+    pairs = [(comparison.label, comparison.against) for comparison in evaluation.comparisons]
+    for pair in (asked, compared_modes(evaluation)):
+        if pair is not None and pair in pairs:
+            return pair
+    return pairs[0] if pairs else (next(iter(evaluation.evaluations), ""), "")
 
 
 def _failures(mode: str, failed: Mapping[str, int]) -> Iterator[str]:

@@ -146,7 +146,7 @@ def grouped(
     between the runs are returned; with `set_only`, only fields that differ from their default.
     """
     order = {name: place for place, name in enumerate(fields)}
-    heads = list(dict.fromkeys(name.rpartition(".")[0] for name in fields))
+    headings = list(dict.fromkeys(name.rpartition(".")[0] for name in fields))
     names: set[str] = set()
     for table in tables:
         names.update(table)
@@ -162,10 +162,6 @@ def grouped(
         if set_only and documented is not None and not any(changed):
             continue
 
-        # The most specific heading; an undocumented field is under the first part of its name.
-        head = next((head for head in reversed(heads) if head and name.startswith(f"{head}.")), "")
-        if not head and "." in name:
-            head = name.partition(".")[0]
         shown = ShownField(
             name=name,
             values=values,
@@ -174,14 +170,23 @@ def grouped(
             help=documented.help if documented else "",
             changed=changed,
         )
-        groups.setdefault(head, []).append(shown)
+        groups.setdefault(_heading_of(name, headings), []).append(shown)
 
     # Documented headings in their order, then others; versions and changes come last.
-    places = {}
-    for head in groups:
-        place = heads.index(head) if head in heads else len(heads)
-        places[head] = (head in ("versions", "changes"), place)
-    return dict(sorted(groups.items(), key=lambda item: places[item[0]]))
+    def place(heading: str) -> tuple[bool, int]:
+        number = headings.index(heading) if heading in headings else len(headings)
+        return heading in ("versions", "changes"), number
+
+    return {heading: groups[heading] for heading in sorted(groups, key=place)}
+
+
+def _heading_of(name: str, headings: Sequence[str]) -> str:
+    """The most specific heading of a field; for an undocumented field, the first part of its name."""
+    for heading in reversed(headings):
+        if heading and name.startswith(f"{heading}."):
+            return heading
+    first_part, dot, _ = name.partition(".")
+    return first_part if dot else ""
 
 
 def settings(run: OpenedRun) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,6 +19,8 @@ LABELS = 130
 ROW = 26
 GAP = 10
 """Height of a row, and the space between lanes."""
+_TOP = 22.0
+"""Height of the labels of the time axis, above the lanes."""
 _LEAST = 10.0
 """Width of the shortest call."""
 MOST_CALLS = 400
@@ -116,48 +119,32 @@ def timeline(calls: Sequence[TimedCall], tools: Sequence[UsedTool] = ()) -> Time
 
     Overlapping calls of a role get separate rows in its lane. Tools have the last lane.
     """
-    drawn = sorted(calls, key=lambda call: call.step)[:MOST_CALLS]
-    used = sorted(tools, key=lambda tool: tool.started)[:MOST_CALLS]
-    if not drawn:
+    drawn_calls = sorted(calls, key=lambda call: call.step)[:MOST_CALLS]
+    drawn_tools = sorted(tools, key=lambda tool: tool.started)[:MOST_CALLS]
+    if not drawn_calls:
         return Timeline()
-    items: list[TimedCall | UsedTool] = [*drawn, *used]
+    items: list[TimedCall | UsedTool] = [*drawn_calls, *drawn_tools]
     began = min(item.started for item in items)
     ended = max(item.started + item.latency for item in items)
     seconds = max(ended - began, 1e-6)
     scale = (WIDTH - LABELS - _LEAST) / seconds
 
-    # 1. Put each item into the first row of its lane that is free by then.
-    row_ends: dict[str, list[float]] = {}  # lane -> the end of the last box in each row
+    rows = _Rows(began, scale)
+    boxes_of_calls = [rows.place(call.role, call) for call in drawn_calls]
+    boxes_of_tools = [rows.place(_TOOLS, tool) for tool in drawn_tools]
 
-    def place(lane: str, item: TimedCall | UsedTool) -> tuple[float, int, float]:
-        """Give an item a row of its lane. Returns the left edge, the number of the row, and the width of its box."""
-        x = LABELS + (item.started - began) * scale
-        width = max(_LEAST, item.latency * scale)
-        ends = row_ends.setdefault(lane, [])
-        row = next((row for row, end in enumerate(ends) if end <= x + 1), len(ends))
-        if row == len(ends):
-            ends.append(x + width)
-        else:
-            ends[row] = x + width
-        return x, row, width
-
-    placed_calls = [(call, place(call.role, call)) for call in drawn]
-    placed_tools = [(tool, place(_TOOLS, tool)) for tool in used]
-
-    # 2. Stack the lanes, now that the number of rows of each is known.
+    # Lanes are stacked, and boxes drawn, once the number of rows of each lane is known.
     lanes: dict[str, Lane] = {}
-    top = 22.0
-    for role, ends in row_ends.items():
-        lanes[role] = Lane("tools" if role == _TOOLS else role, top, ROW * len(ends))
+    top = _TOP
+    for lane, ends in rows.ends.items():
+        lanes[lane] = Lane("tools" if lane == _TOOLS else lane, top, ROW * len(ends))
         top += ROW * len(ends) + GAP
-
-    # 3. Draw boxes and arrows.
     bars: dict[str, Bar] = {}
-    for call, (x, row, width) in placed_calls:
-        bars[call.id] = Bar(call, x, lanes[call.role].y + ROW * row, width)
+    for call, box in zip(drawn_calls, boxes_of_calls, strict=True):
+        bars[call.id] = Bar(call, box.x, lanes[call.role].y + ROW * box.row, box.width)
     tool_bars = []
-    for tool, (x, row, width) in placed_tools:
-        tool_bars.append(ToolBar(tool, x, lanes[_TOOLS].y + ROW * row, width))
+    for tool, box in zip(drawn_tools, boxes_of_tools, strict=True):
+        tool_bars.append(ToolBar(tool, box.x, lanes[_TOOLS].y + ROW * box.row, box.width))
     arrows = []
     for bar in bars.values():
         arrows += [Arrow(_arrow_path(bars[id], bar), guessed=False) for id in bar.call.parents if id in bars]
@@ -169,8 +156,39 @@ def timeline(calls: Sequence[TimedCall], tools: Sequence[UsedTool] = ()) -> Time
         arrows=tuple(arrows),
         ticks=tuple(_ticks(seconds, scale)),
         height=top,
-        left_out=len(calls) - len(drawn) + len(tools) - len(used),
+        left_out=len(calls) - len(drawn_calls) + len(tools) - len(drawn_tools),
     )
+
+
+class _Box(NamedTuple):
+    """The place of an item in its lane: its left edge, the number of its row, and its width."""
+
+    x: float
+    row: int
+    width: float
+
+
+class _Rows:
+    """Puts each item into the first row of its lane that is free by then."""
+
+    def __init__(self, began: float, scale: float) -> None:
+        """`began` is the time at the left edge, and `scale` the width of a second."""
+        self._began = began
+        self._scale = scale
+        self.ends: dict[str, list[float]] = {}
+        """For each lane, the right edge of the last box in each of its rows."""
+
+    def place(self, lane: str, item: TimedCall | UsedTool) -> _Box:
+        """Give an item a row of this lane."""
+        x = LABELS + (item.started - self._began) * self._scale
+        width = max(_LEAST, item.latency * self._scale)
+        ends = self.ends.setdefault(lane, [])
+        row = next((row for row, end in enumerate(ends) if end <= x + 1), len(ends))
+        if row == len(ends):
+            ends.append(x + width)
+        else:
+            ends[row] = x + width
+        return _Box(x, row, width)
 
 
 def _ticks(seconds: float, scale: float) -> Iterator[Tick]:
