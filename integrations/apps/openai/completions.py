@@ -53,34 +53,42 @@ def content_of(call: LiveCall, answer: Answer, request_body: Mapping[str, Any]) 
             f"The application asked for n = {count} choices and {len(answer.candidates)} were sampled.",
             "Ask for fewer choices.",
         )
-    choices: list[dict[str, Any]] = []
-    written = 0
     chosen = answer.candidates[answer.chosen]
     others = [candidate for i, candidate in enumerate(answer.candidates) if i != answer.chosen]
-    for candidate in [chosen, *others][:count]:
-        message = {"role": "assistant", "content": None, **candidate.message}
-        reason = candidate.finish_reason
-        choice = {"index": len(choices), "message": message, "finish_reason": reason, "logprobs": None}
-        if params.get("logprobs"):
-            choice["logprobs"] = {"content": token_logprobs(candidate), "refusal": None}
-        if params.get("return_token_ids"):
-            choice["token_ids"] = list(candidate.token_ids)
-        choices.append(choice)
-        written += len(candidate.token_ids)
-    # The application pays for the choices that it gets.
-    prompt = answer.usage.prompt_tokens
-    written = written or answer.usage.completion_tokens
+    candidates = [chosen, *others][:count]
+    # The application pays for the choices that it gets. A provider's answer may have no token ids.
+    prompt_tokens = answer.usage.prompt_tokens
+    written_tokens = sum(len(candidate.token_ids) for candidate in candidates) or answer.usage.completion_tokens
     completion = {
         "id": f"chatcmpl-{call.id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
-        "choices": choices,
-        "usage": {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written},
+        "choices": [_choice(index, candidate, params) for index, candidate in enumerate(candidates)],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": written_tokens,
+            "total_tokens": prompt_tokens + written_tokens,
+        },
     }
     if params.get("return_token_ids"):
         completion["prompt_token_ids"] = list(answer.prompt_ids)
     return answer_body(call, completion, lambda: to_stream(completion, request_body))
+
+
+def _choice(index: int, candidate: Candidate, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The choice of a completion for a candidate, with log-probabilities and token ids if `params` ask for them."""
+    choice = {
+        "index": index,
+        "message": {"role": "assistant", "content": None, **candidate.message},
+        "finish_reason": candidate.finish_reason,
+        "logprobs": None,
+    }
+    if params.get("logprobs"):
+        choice["logprobs"] = {"content": token_logprobs(candidate), "refusal": None}
+    if params.get("return_token_ids"):
+        choice["token_ids"] = list(candidate.token_ids)
+    return choice
 
 
 def answer_of(completion: Any) -> Answer:

@@ -201,7 +201,6 @@ class Batch:
 
         Returns the logits of the candidates' first tokens, [candidates, vocabulary], and the rows of the candidates.
         """
-        # 1. Compute the prompts, and find a row for each candidate.
         sources = list(dict.fromkeys(job.source for job in jobs))
         passes = self._prefill(sources)
         number_of_source = {source: i for i, source in enumerate(sources)}
@@ -212,27 +211,40 @@ class Batch:
         adapter_ids = np.array([jobs[i].adapter_id for i in job_numbers])
         new_rows = self._arrange(adapter_ids, longest_prompt, max(job.span for job in jobs))
 
-        # 2. Copy the states of each prompt to the rows of its candidates, and collect the logits of all passes.
-        vocabulary = passes[0].logits.shape[1]
-        logits = torch.empty((len(sources), vocabulary), dtype=passes[0].logits.dtype, device=self.device)
-        for members, cache, pass_logits, shift in passes:
-            # The row of each prompt in this pass; -1 for prompts of other passes.
-            row_in_pass = np.full(len(sources), -1)
-            row_in_pass[members] = np.arange(len(members))
-            in_pass = row_in_pass[source_numbers] >= 0
-            prompt_lengths = np.array([len(sources[i].prompt) for i in source_numbers[in_pass]], np.int64)
-            rows = torch.as_tensor(new_rows[in_pass], device=self.device)
-            rows_in_pass = torch.as_tensor(row_in_pass[source_numbers[in_pass]], device=self.device)
-            self.cache.fill(rows, cache, rows_in_pass, torch.as_tensor(prompt_lengths, device=self.device))
-            if shift is not None:
-                self.cache.shift(rows, shift[rows_in_pass])
-            logits[torch.as_tensor(members, device=self.device)] = pass_logits
-
-        # 3. Start the candidates.
+        prompt_lengths = np.array([len(source.prompt) for source in sources], np.int64)
+        logits = torch.empty(
+            (len(sources), passes[0].logits.shape[1]), dtype=passes[0].logits.dtype, device=self.device
+        )
+        for prefill_pass in passes:
+            self._fill_rows(prefill_pass, prompt_lengths, source_numbers, new_rows)
+            logits[torch.as_tensor(prefill_pass.members, device=self.device)] = prefill_pass.logits
         for i, job in enumerate(jobs):
             self.state.put(new_rows[job_numbers == i], job, self.grammars)
         self._refresh_derived()
         return logits[torch.as_tensor(source_numbers, device=self.device)], new_rows
+
+    def _fill_rows(
+        self,
+        prefill_pass: _PrefillPass,
+        prompt_lengths: npt.NDArray[np.int64],
+        source_numbers: npt.NDArray[np.int64],
+        new_rows: npt.NDArray[np.int64],
+    ) -> None:
+        """Copy the states of the prompts in a pass to the rows of their candidates.
+
+        `prompt_lengths` are those of all prompts, [prompts]. `source_numbers` and `new_rows` are the prompt and the row
+        of each candidate, [candidates].
+        """
+        # The row of each prompt in this pass; -1 for prompts of other passes.
+        row_in_pass = np.full(len(prompt_lengths), -1)
+        row_in_pass[prefill_pass.members] = np.arange(len(prefill_pass.members))
+        in_pass = row_in_pass[source_numbers] >= 0
+        rows = torch.as_tensor(new_rows[in_pass], device=self.device)
+        rows_in_pass = torch.as_tensor(row_in_pass[source_numbers[in_pass]], device=self.device)
+        lengths = torch.as_tensor(prompt_lengths[source_numbers[in_pass]], device=self.device)
+        self.cache.fill(rows, prefill_pass.cache, rows_in_pass, lengths)
+        if prefill_pass.shift is not None:
+            self.cache.shift(rows, prefill_pass.shift[rows_in_pass])
 
     def _prefill(self, sources: Sequence[Source]) -> list[_PrefillPass]:
         """Compute the unknown tokens of these prompts, in passes over prompts with about as many unknown tokens."""

@@ -120,17 +120,7 @@ def caller_identity(scope: Scope, address: Address, role_header: str = "") -> Id
     from the header `role_header`, else it is `app`. Raises RequestError (400) for a field that is malformed or passed
     twice.
     """
-    headers: dict[str, str] = {}
-    baggage: dict[str, str] = {}
-    for name, value in scope["headers"]:
-        if name.startswith(b"x-cotune-"):
-            field = name.removeprefix(b"x-cotune-").decode("latin-1")
-            text = _decode_field(value, field)
-            if headers.setdefault(field, text) != text:
-                raise RequestError(400, f"X-Cotune-{field.title()} is given twice.", code="invalid_identity")
-        elif name == b"baggage" and _MEMBER in value:
-            baggage.update(_baggage_members(value))
-
+    headers, baggage = _identity_fields(scope)
     # Later sources overwrite earlier ones.
     fields: dict[str, str] = {}
     if role_header and (value := header(scope, role_header.lower().encode())):
@@ -151,6 +141,21 @@ def caller_identity(scope: Scope, address: Address, role_header: str = "") -> Id
         parents=tuple(_checked_id(parent, "parent") for parent in parents if parent),
         key=checked_key(fields.get("key", "")),
     )
+
+
+def _identity_fields(scope: Scope) -> tuple[dict[str, str], dict[str, str]]:
+    """The fields of an identity in the X-Cotune-* headers of a request, and those in its baggage."""
+    headers: dict[str, str] = {}
+    baggage: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        if name.startswith(b"x-cotune-"):
+            field = name.removeprefix(b"x-cotune-").decode("latin-1")
+            text = _decode_field(value, field)
+            if headers.setdefault(field, text) != text:
+                raise RequestError(400, f"X-Cotune-{field.title()} is given twice.", code="invalid_identity")
+        elif name == b"baggage" and _MEMBER in value:
+            baggage.update(_baggage_members(value))
+    return headers, baggage
 
 
 def without_own_members(baggage: bytes) -> bytes:
