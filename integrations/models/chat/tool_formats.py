@@ -267,9 +267,9 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
         raise ConfigError(
             "tool_format", name, "is not a tool parser of vLLM", f"Use vllm: and one of {names}."
         ) from None
+    make_parser: Any = parser
     try:
-        make: Any = parser
-        make(tokenizer)
+        make_parser(tokenizer)
     except Exception as error:  # noqa: BLE001, a parser that lacks its marks in the vocabulary may raise any error
         raise ConfigError(
             "tool_format", name, f"is not a format of this model ({error})", 'Use tool_format = "auto".'
@@ -280,10 +280,13 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         request = ChatCompletionRequest.model_validate({"model": "", "messages": [], "tools": list(tools) or None})
-        extracted = make(tokenizer, request.tools).extract_tool_calls(text, request)
+        extracted = make_parser(tokenizer, request.tools).extract_tool_calls(text, request)
         if not extracted.tools_called:
             return text, []
-        calls = [{"id": c.id, "name": c.function.name, "arguments": c.function.arguments} for c in extracted.tool_calls]
+        calls = []
+        for tool_call in extracted.tool_calls:
+            function = tool_call.function
+            calls.append({"id": tool_call.id, "name": function.name, "arguments": function.arguments})
         if not all(is_call(call) for call in calls):
             raise ValueError("a tool call without name and arguments")
         return extracted.content or "", calls

@@ -93,16 +93,7 @@ class VllmHttpSampler(LoopSampler):
         from.
         """
         client = self._client
-        bases = [card for card in await client.open() if card.parent is None]
-        base = next((card for card in bases if card.max_model_len), None)
-        if base is None or not _describes_model(model, base):
-            raise ConfigError(
-                "model",
-                model,
-                f"is not what {client.url} serves: {[card.id for card in bases]}",
-                "Serve the run's model, or name it with --served-model-name.",
-            )
-        self.max_model_len = base.max_model_len or 0
+        self.max_model_len = await self._check_model(model)
         if not await client.takes_adapters():
             raise client.refused(
                 "does not take adapters while it runs",
@@ -117,11 +108,30 @@ class VllmHttpSampler(LoopSampler):
                 self._padding.stop - 1,
             )
         await self._load_base(rank)
-        # With top_k = 1, the sampled token has log-probability 0, unless the server reports it before truncation.
+        await self._check_logprobs()
+
+    async def _check_model(self, model: str) -> int:
+        """Raise ConfigError unless the server has this model. Returns its longest context."""
+        cards = [card for card in await self._client.open() if card.parent is None]
+        base = next((card for card in cards if card.max_model_len), None)
+        if base is None or not _describes_model(model, base):
+            raise ConfigError(
+                "model",
+                model,
+                f"is not what {self._client.url} serves: {[card.id for card in cards]}",
+                "Serve the run's model, or name it with --served-model-name.",
+            )
+        return base.max_model_len or 0
+
+    async def _check_logprobs(self) -> None:
+        """Raise an error if the server reports other probabilities than it samples from.
+
+        With top_k = 1, the sampled token has log-probability 0, unless the server reports it before truncation.
+        """
         likeliest_token = SamplingParams(temperature=0.5, top_k=1, max_tokens=1)
-        (token,) = await self._generate([1, 2], 1, likeliest_token, BASE, None)
-        if abs(token.logprobs[0]) > 1e-3:
-            raise client.refused(
+        (completion,) = await self._generate([1, 2], 1, likeliest_token, BASE, None)
+        if abs(completion.logprobs[0]) > 1e-3:
+            raise self._client.refused(
                 "does not report the log-probabilities it sampled from",
                 "Start it with --logprobs-mode processed_logprobs.",
             )

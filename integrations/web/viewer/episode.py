@@ -230,9 +230,11 @@ def show_calls(
 
     shown_calls = []
     for call in calls:
-        unchanged = 0 if whole else _unchanged_messages(run, call)
         ids = ids_of_call[call.id]
-        group = next((groups.group_of[id] for id in ids if id in groups.group_of), "") if groups else ""
+        group = ""
+        if groups is not None:
+            group = next((groups.group_of[id] for id in ids if id in groups.group_of), "")
+        unchanged = 0 if whole else _unchanged_messages(run, call)
         candidates = []
         for id, candidate in zip(ids, call.candidates, strict=True):
             chosen = candidate.index == call.chosen

@@ -27,6 +27,8 @@ MOST_CALLS = 400
 """Most calls, and most uses of tools, that are drawn; the first ones of each are."""
 _LEAST_DISTANCE = 130
 """Least distance between two roles of the graph."""
+_LETTER = 9
+"""Width of a letter in the name of a role."""
 _HALF_NODE = 13
 """Half the height of a node."""
 _HALF_LOOP = 12
@@ -265,8 +267,8 @@ def role_graph(calls: Sequence[TimedCall]) -> RoleGraph | None:
     if not pairs:
         return None
 
-    # 1. Put the nodes side by side, far enough apart for their names: 9 pixels for a letter.
-    distance = max(_LEAST_DISTANCE, 9 * max(len(role) for role in roles) + 24)
+    # 1. Put the nodes side by side, far enough apart for their names.
+    distance = max(_LEAST_DISTANCE, _LETTER * max(len(role) for role in roles) + 24)
     positions = {role: position for position, role in enumerate(roles)}
     node_x = {role: distance * (position + 0.5) for role, position in positions.items()}
     nodes = tuple(Node(role, count, node_x[role]) for role, count in roles.items())
@@ -284,9 +286,8 @@ def role_graph(calls: Sequence[TimedCall]) -> RoleGraph | None:
         label_x = (node_x[source] + node_x[target]) / 2
         # The count stands outside of the arc. Its y is its lower edge, so below an arc it needs its own height too.
         label_y = row_y - rise - 9 if rise > 0 else row_y - rise + 18
-        n_certain = certain[source, target]
-        n_guessed = guessed[source, target]
-        edges.append(Edge(source, target, n_certain, n_guessed, path, label_x, label_y))
+        pair = (source, target)
+        edges.append(Edge(source, target, certain[pair], guessed[pair], path, label_x, label_y))
     return RoleGraph(nodes, tuple(edges), row_y, distance * len(roles), row_y + below + 12)
 
 
