@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cotune.recording.call_records import CallerContext
@@ -79,9 +79,16 @@ def agent_scope(agent: Any, task: Any = None) -> CrewScope:
     """The scope of an agent that starts to work, on a task of a crew or on its own."""
     outer = innermost(CrewScope)
     if outer is not None and task is not None and outer.task is task:
-        return CrewScope(role_of(agent), outer.key, agent, task, outer.flow, outer.outer, outer.reads)
+        # The scope of the task: the agent takes its place.
+        return replace(outer, role=role_of(agent), agent=agent)
     return CrewScope(
-        role_of(agent), _task_key(task), agent, task, outer and outer.flow, outer, _context_keys(agent, task)
+        role_of(agent),
+        _task_key(task),
+        agent=agent,
+        task=task,
+        flow=None if outer is None else outer.flow,
+        outer=outer,
+        reads=_context_keys(agent, task),
     )
 
 
@@ -96,7 +103,7 @@ def part_scope(name: str, *, inside: bool) -> CrewScope:
     if outer is None:
         return CrewScope(name, _task_key(None))
     role = f"{outer.role}/{name}" if inside else name
-    return CrewScope(role, outer.key, outer.agent, outer.task, outer.flow, outer.outer, outer.reads)
+    return replace(outer, role=role)
 
 
 @contextmanager

@@ -274,11 +274,12 @@ def _chat_params(request_body: Mapping[str, Any]) -> dict[str, Any]:
     params = {name: value for name, value in request_body.items() if name not in translated}
     if "max_output_tokens" in request_body:
         params["max_completion_tokens"] = request_body["max_output_tokens"]
-    text = dict(request_body.get("text") or {})
-    text_format = text.pop("format", None)
+    text_options = dict(request_body.get("text") or {})
+    text_format = text_options.pop("format", None)
     if text_format:
+        # Chat Completions has the fields of a format in an object that is named after the format's type.
         params["response_format"] = {"type": text_format.get("type")}
-        schema = {name: value for name, value in text_format.items() if name != "type"}
-        if schema:
-            params["response_format"][text_format["type"]] = schema
-    return {**params, **text}
+        fields = {name: value for name, value in text_format.items() if name != "type"}
+        if fields:
+            params["response_format"][text_format["type"]] = fields
+    return {**params, **text_options}  # the other options of a text have the same names

@@ -195,16 +195,16 @@ class VllmSampler(LoopSampler):
         inputs = tokens_input(list(prompt))
         if params.images:
             inputs = await image_prompt(self._llm.renderer, prompt, params.images)
-        answer = self._llm.generate(inputs, python_params(n, params), id, lora_request=target)
-        final: Any = None
+        answers = self._llm.generate(inputs, python_params(n, params), id, lora_request=target)
+        complete: Any = None
         try:
-            async for output in answer:
-                final = output
+            async for answer in answers:
+                complete = answer  # each contains all before it
         except (VLLMClientError, ValueError) as error:
             raise RequestRefused(f"vLLM refused a request: {error}.", "Correct the request.") from error
         except Exception as error:
             raise self._failed(error) from error
-        outputs = sorted(final.outputs, key=lambda output: output.index)
+        outputs = sorted(complete.outputs, key=lambda output: output.index)
         return [python_completion(output, params.top_logprobs) for output in outputs]
 
     def _locate(self, policy: PolicyRef) -> Version:
