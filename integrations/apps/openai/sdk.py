@@ -135,10 +135,13 @@ class _Exchange:
         streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
         if error is not None:
             fail_with_error(call, error, part_of(form, raw, streamed))
-        elif not (ended or streamed) or not end_with_body(call, form, self.request_body, raw, streamed):
-            status: CallStatus = "malformed" if ended else "cancelled"
-            cause = "the answer ended" if ended else "the application stopped reading the answer"
-            call.fail(status, f"{cause} after {len(raw)} bytes, before it was whole", part_of(form, raw, streamed))
+            return
+        # A stream may be complete although the application stopped reading it, as after its last event.
+        if (ended or streamed) and end_with_body(call, form, self.request_body, raw, streamed):
+            return
+        status: CallStatus = "malformed" if ended else "cancelled"
+        cause = "the answer ended" if ended else "the application stopped reading the answer"
+        call.fail(status, f"{cause} after {len(raw)} bytes, before it was whole", part_of(form, raw, streamed))
 
 
 _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", default=None)

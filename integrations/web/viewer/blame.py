@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -86,29 +86,37 @@ def blame_page(viewer: Viewer, request: Request) -> Response:
 
 def show_losses(run: OpenedRun, episodes: Sequence[LostEpisode]) -> list[ShownLoss]:
     """The lost episodes as they are shown, each with the forks at its decisive call."""
-    # 1. The ids of the decisive calls: results name them by step.
+    decisive_calls = _decisive_calls(run, episodes)
+    alternatives = _alternatives(run, set(decisive_calls.values())) if decisive_calls else {}
+    losses = []
+    for lost in episodes:
+        loss = "" if lost.loss is None else loss_points(lost.loss)
+        alternatives_here = alternatives.get(decisive_calls.get(lost.episode, ""), [])
+        # Forks without an outcome come last.
+        ranked = sorted(alternatives_here, key=lambda one: (one.outcome is None, -(one.outcome or 0.0)))
+        losses.append(ShownLoss(episode=lost, loss=loss, alternatives=tuple(ranked)))
+    return losses
+
+
+def _decisive_calls(run: OpenedRun, episodes: Sequence[LostEpisode]) -> dict[str, str]:
+    """The id of the decisive call of each episode that has one. Results name it by its step."""
     decisive: dict[str, str] = {}
     for lost in episodes:
         if lost.call is not None:
             calls = run.store.calls(lost.episode, lean=True)
             decisive[lost.episode] = next((call.id for call in calls if call.step == lost.call), "")
+    return decisive
 
-    # 2. The forks at these calls, with their outcomes. An episode that is listed twice shares them.
-    alternatives: dict[str, list[Alternative]] = {id: [] for id in decisive.values()}
-    for phase in (FORK, FRESH_FORK) if decisive else ():
+
+def _alternatives(run: OpenedRun, calls: Collection[str]) -> dict[str, list[Alternative]]:
+    """The forks at these calls, by the id of the call. Several episodes may have the same decisive call."""
+    alternatives: dict[str, list[Alternative]] = {}
+    for phase in (FORK, FRESH_FORK):
         for episode in run.store.episodes(EpisodeFilters(phase=phase)):
             fork = episode.fork
-            if fork is not None and fork.call in alternatives and episode.is_outcome:
-                alternatives[fork.call].append(show_alternative(run, episode, fork))
-
-    losses = []
-    for lost in episodes:
-        loss = "" if lost.loss is None else loss_points(lost.loss)
-        at_decisive = alternatives.get(decisive.get(lost.episode, ""), [])
-        # Forks without an outcome come last.
-        ranked = sorted(at_decisive, key=lambda one: (one.outcome is None, -(one.outcome or 0.0)))
-        losses.append(ShownLoss(episode=lost, loss=loss, alternatives=tuple(ranked)))
-    return losses
+            if fork is not None and fork.call in calls and episode.is_outcome:
+                alternatives.setdefault(fork.call, []).append(show_alternative(run, episode, fork))
+    return alternatives
 
 
 def show_alternative(run: OpenedRun, episode: Episode, fork: Fork) -> Alternative:

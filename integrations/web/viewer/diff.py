@@ -42,10 +42,12 @@ def diff_page(viewer: Viewer, request: Request) -> Response:
     for call in show_calls(run, list(calls.values()), groups, whole=True):
         candidates.update({candidate.id: candidate for candidate in call.candidates})
 
-    others = [candidate for candidate in candidates.values() if candidate.id != query["a"]]
-    default = next((candidate.id for candidate in others if candidate.chosen), others[0].id if others else "")
     left = candidates.get(query["a"])
-    right = candidates.get(query.get("b") or default)
+    if query.get("b"):
+        right = candidates.get(query["b"])
+    else:
+        others = [candidate for candidate in candidates.values() if candidate.id != query["a"]]
+        right = next((candidate for candidate in others if candidate.chosen), others[0] if others else None)
     if left is None or (query.get("b") and right is None):
         raise HTTPException(404, "There is no such candidate.")
     left_text = _text(left)
