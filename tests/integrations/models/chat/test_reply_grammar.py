@@ -224,7 +224,7 @@ def test_a_tokenizer_that_no_grammar_knows_is_said_by_the_request_not_at_the_sta
     ],
 )  # fmt: skip
 def test_patterns_beside_properties_are_refused_with_their_place(schema: dict[str, Any], place: str) -> None:
-    with pytest.raises(RequestRefused, match=f"{place}: patternProperties beside properties"):
+    with pytest.raises(RequestRefused, match=f"{place}: patternProperties together with properties"):
         json_grammar({"type": "object", **schema})
 
 
