@@ -173,7 +173,7 @@ def test_base_must_be_one_model(policies: list[TrainedPolicy], other_base: Path,
     other = replace(policies[1], kind="frozen", model=str(other_base), weights=None, lora=None)
     write_export(tmp_path / "out", [policies[0], other])
     with (
-        pytest.raises(CotuneError, match="the policies have different ones"),
+        pytest.raises(CotuneError, match="the policies have different base models"),
         serving(tmp_path / "out", default="base"),
     ):
         pass

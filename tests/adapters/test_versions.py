@@ -207,7 +207,7 @@ def test_an_engine_that_restarts_keeps_the_version_that_is_served(
         try:
             write_export(out, [dataclasses.replace(policy, weights=adapter(9)) for policy in policies])
             engine = local.engines[0]
-            again = await engine.opened()  # what a restart does
+            again = await engine.open_engine()  # what a restart does
             await again.aclose()
             assert local.manifest is not None
             return local.manifest.export_version
