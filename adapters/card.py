@@ -105,12 +105,13 @@ def write_card(folder: Path, manifest: Manifest, background: Background | None) 
 
 def card(manifest: Manifest, background: Background | None) -> str:
     """The card in Markdown, with the front matter that the Hub reads."""
+    role_heads = ("role", "policy", "version", "kind", "folder", "base", "weights SHA-256")
     parts = [
         f"---\n{_front_matter(manifest)}\n---",
         f"# Role policies{f' of run {manifest.run}' if manifest.run else ''}",
         "Each role of a multi-agent application has its policy, trained with cotune. "
         "`roles.json` holds hashes, versions and metrics.",
-        _roles(manifest),
+        _table(role_heads, [_role_row(manifest, entry) for entry in manifest.roles]),
         *_checkpoints(manifest),
         *(f"{text}." for text in not_updated(manifest)),
         *_prompts(manifest),
@@ -174,11 +175,6 @@ def _front_matter(manifest: Manifest) -> str:
         tags=tags,
     )
     return data.to_yaml()
-
-
-def _roles(manifest: Manifest) -> str:
-    heads = ("role", "policy", "version", "kind", "folder", "base", "weights SHA-256")
-    return _table(heads, [_role_row(manifest, entry) for entry in manifest.roles])
 
 
 def _role_row(manifest: Manifest, entry: ExportedRole) -> Sequence[str]:

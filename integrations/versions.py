@@ -107,7 +107,8 @@ def version_refusal(distribution: str, installed_version: str) -> UnsupportedVer
         return None
     release = _release(installed_version)
     is_older = release < _release(tested.oldest)
-    if not is_older and not _is_refused_major(release, tested):
+    is_untested_major = release[0] > _release(tested.newest)[0] and os.environ.get(ALLOW_UNTESTED) != "1"
+    if not is_older and not is_untested_major:
         return None
     use = "used" if distribution in _RUNS else "recorded"
     remedy = f"Install a supported version: pip install '{distribution}>={tested.oldest},<{tested.next_major}'"
@@ -124,10 +125,6 @@ def versions_of_installed(distributions: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = _version_once(name)
     return versions
-
-
-def _is_refused_major(release: tuple[int, ...], tested: VersionRange) -> bool:
-    return release[0] > _release(tested.newest)[0] and os.environ.get(ALLOW_UNTESTED) != "1"
 
 
 def require_hooks(distribution: str, owner: Any, *names: str) -> None:

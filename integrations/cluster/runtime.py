@@ -71,7 +71,10 @@ def open_ray(
         arguments["runtime_env"] = {"env_vars": dict(env)}
     with ExitStack() as stack:
         if local:
-            folder = stack.enter_context(owned_folder(_parent_of_ray_folder(), "cotune-ray"))
+            parent = Path(tempfile.gettempdir())
+            if len(str(parent)) > _LONGEST_FOLDER:  # too long for the paths of Ray's sockets
+                parent = Path("/tmp")
+            folder = stack.enter_context(owned_folder(parent, "cotune-ray"))
             arguments |= {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": str(folder)}
         stack.enter_context(_sigterm_runs_finally())
         _start(ray, arguments)
@@ -167,12 +170,6 @@ def _joined_address(ray: Any, address: str | None) -> str:
             "Use one Ray per process.",
         )
     return running
-
-
-def _parent_of_ray_folder() -> Path:
-    """The folder for temporary files, or /tmp if its path is too long for Ray's sockets."""
-    usual = Path(tempfile.gettempdir())
-    return usual if len(str(usual)) <= _LONGEST_FOLDER else Path("/tmp")
 
 
 @contextmanager

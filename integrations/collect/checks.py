@@ -79,21 +79,18 @@ class KeyUse:
         """Divide records into parts with few rows. Other writers can use the store between the commits of two parts."""
         first = rows = 0
         for index, record in enumerate(records):
-            added_rows = self._rows_of_key(record)
+            # A record takes a row for each other record of its key that it applies to.
+            added_rows = 0
+            if isinstance(record, RewardRecord | FeedbackRecord):
+                added_rows = self._episodes[record.target]
+            elif isinstance(record, Episode) and record.key:
+                added_rows = len(self._names.get(key_target(record.app, record.key), ()))
             if rows and rows + added_rows > MOST_EPISODES:
                 yield records[first:index]
                 first = index
                 rows = 0
             rows += added_rows
         yield records[first:]
-
-    def _rows_of_key(self, record: Record) -> int:
-        """The number of rows that a record takes for the other records of its key."""
-        if isinstance(record, RewardRecord | FeedbackRecord):
-            return self._episodes[record.target]
-        if isinstance(record, Episode) and record.key:
-            return len(self._names.get(key_target(record.app, record.key), ()))
-        return 0
 
 
 def select_valid(

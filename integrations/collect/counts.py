@@ -64,8 +64,8 @@ class Counts:
 
 
 def _label_text(labels: Mapping[str, str]) -> str:
-    return ",".join(f'{label}="{_escaped(text[:100])}"' for label, text in labels.items())
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    parts = []
+    for label, text in labels.items():
+        escaped = text[:100].replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        parts.append(f'{label}="{escaped}"')
+    return ",".join(parts)

@@ -295,7 +295,8 @@ class Sender:
             # The counts were sent with the first half.
             self._deliver(spool, parts[half:], dropped=0, sampled=0)
         elif status in _NEVER:
-            self._reject(sum(_count_records(part) for part in parts), f"are refused by the collector: {text}")
+            records = sum(len(msgspec.msgpack.decode(part, type=list[msgspec.Raw])) for part in parts)
+            self._reject(records, f"are refused by the collector: {text}")
         else:
             raise _Undelivered(f"HTTP {status}: {text}", REFUSED_PAUSE if status in _DENIED else pause)
 
@@ -399,7 +400,3 @@ def _message(text: bytes) -> str:
     with contextlib.suppress(msgspec.DecodeError, TypeError, KeyError, UnicodeDecodeError, RecursionError):
         return str(msgspec.json.decode(text)["error"]["message"])[:300]
     return text[:200].decode(errors="replace").strip()
-
-
-def _count_records(part: bytes) -> int:
-    return len(msgspec.msgpack.decode(part, type=list[msgspec.Raw]))

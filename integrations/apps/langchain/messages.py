@@ -119,7 +119,9 @@ def answer_of_result(result: ChatResult | list[ChatGenerationChunk]) -> Answer:
         try:
             generations: Sequence[Any] = [result[0] if len(result) == 1 else result[0] + result[1:]]
         except Exception as broken:  # noqa: BLE001 - chunks that LangChain itself cannot merge
-            return _merge_chunks(result, broken)
+            text = "".join(part for chunk in result if isinstance(part := chunk.message.content, str))
+            message = {"role": "assistant", "content": text, MALFORMED: {"stream": error_text(broken)}}
+            return Answer(candidates=(Candidate(index=0, text=text, message=message),))
     else:
         generations = result.generations
     if not generations:
@@ -128,12 +130,6 @@ def answer_of_result(result: ChatResult | list[ChatGenerationChunk]) -> Answer:
         candidates=tuple(_candidate(i, g) for i, g in enumerate(generations)),
         usage=counts(getattr(generations[0].message, "usage_metadata", None), "input_tokens", "output_tokens"),
     )
-
-
-def _merge_chunks(chunks: Sequence[Any], broken: Exception) -> Answer:
-    text = "".join(part for chunk in chunks if isinstance(part := chunk.message.content, str))
-    message = {"role": "assistant", "content": text, MALFORMED: {"stream": error_text(broken)}}
-    return Answer(candidates=(Candidate(index=0, text=text, message=message),))
 
 
 def _candidate(index: int, generation: Any) -> Candidate:

@@ -169,7 +169,11 @@ class Queue:
         try:
             self.check()
         except EngineLost as lost:
-            self._refuse_all(lost)
+            # Each gets an error of its own, as a raised error collects tracebacks.
+            for request in self._waiting:
+                if not request.placed.done():
+                    request.placed.set_exception(EngineLost(lost.cause, lost.remedy))
+            self._waiting.clear()
         failed_by_free_engines = []
         while self._enough_healthy and self._waiting:
             healthy = self.healthy()
@@ -186,13 +190,6 @@ class Queue:
                 # It waits for a busy engine that has not failed it yet.
                 failed_by_free_engines.append(request)
         self._waiting.extendleft(reversed(failed_by_free_engines))
-
-    def _refuse_all(self, lost: EngineLost) -> None:
-        """Let all waiting requests fail, each with an error of its own, as a raised error collects tracebacks."""
-        for request in self._waiting:
-            if not request.placed.done():
-                request.placed.set_exception(EngineLost(lost.cause, lost.remedy))
-        self._waiting.clear()
 
     def _give(self, request: Request, engine: Engine) -> None:
         """Assign a waiting request to an engine, and remember the engine for the blocks of the request's prompt."""

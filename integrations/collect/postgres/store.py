@@ -184,7 +184,8 @@ class PostgresDatabase:
         skip duplicates.
         """
         names = COLUMNS[table]
-        types = _column_types(table)
+        kinds = [column.split()[1] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
+        types = [TYPES[kind] for kind in kinds]
         width = len(names)
         rows = _one_row_per_key(table, [values[at : at + width] for at in range(0, len(values), width)])
         if table in NUMBERED:
@@ -285,11 +286,6 @@ def _whole_texts(db: Connection, column: str, shortened: set[str]) -> dict[str, 
             whole = whole["name"]
         texts[value] = str(_stored_value(whole))
     return texts
-
-
-def _column_types(table: str) -> list[str]:
-    kinds = [column.split()[1] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
-    return [TYPES[kind] for kind in kinds]
 
 
 def _one_row_per_key(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any]]:

@@ -105,7 +105,11 @@ def _message(role: str, fields: Mapping[str, Any], name: str, left_out: Counter[
     listed_calls = decode_json(fields.get("tool_calls"))
     if not isinstance(listed_calls, list):
         listed_calls = []
-    calls = [_tool_call(call) for call in listed_calls if isinstance(call, Mapping)]
+    calls = []
+    for call in listed_calls:
+        if isinstance(call, Mapping):
+            function = as_mapping(call.get("function")) or call
+            calls.append(tool_call(call.get("id"), function.get("name"), function.get("arguments")))
     if content is None and not calls:
         return None
     message: dict[str, Any] = {"role": role, "content": content}
@@ -123,8 +127,3 @@ def _content(parts: list[Any]) -> Any:
     if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return "\n".join(part["text"] for part in parts)
     return as_text(parts)
-
-
-def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = as_mapping(call.get("function")) or call
-    return tool_call(call.get("id"), function.get("name"), function.get("arguments"))

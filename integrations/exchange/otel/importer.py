@@ -244,7 +244,15 @@ class _EpisodeImport:
             self.left_out["call_without_messages"] += 1
         answer = self._answer(chat, answers)  # first: a call whose answer cannot be read leaves no trace
         caller = CallerContext(role, str(attributes.get(names.INTEGRATION) or "opentelemetry"))
-        call = PendingCall(self.id, caller, step, turn, self._request_body(attributes, messages))
+        model = first_value(attributes, names.REQUEST_MODEL, "llm.model_name", "gen_ai.response.model")
+        body = {
+            **params_of(attributes, self.left_out),
+            "messages": messages,
+            "tools": tools_of(attributes, self.left_out),
+            "model": str(model or ""),
+            "stream": bool(attributes.get(names.REQUEST_STREAM)),
+        }
+        call = PendingCall(self.id, caller, step, turn, body)
         call.id = self.ids[chat.id]
         call.started = chat.start / 1e9
         call.attempts = ["unknown"] * min(count_or_zero(attributes.get(names.ATTEMPTS)), _ATTEMPTS)
@@ -263,17 +271,6 @@ class _EpisodeImport:
             self.left_out["negative_latency"] += 1
         latency = max(chat.end - chat.start, 0) / 1e9
         return [*bodies, msgspec.structs.replace(record, latency=latency)]
-
-    def _request_body(self, attributes: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The request of a call with these messages, as its span describes it."""
-        model = first_value(attributes, names.REQUEST_MODEL, "llm.model_name", "gen_ai.response.model")
-        return {
-            **params_of(attributes, self.left_out),
-            "messages": messages,
-            "tools": tools_of(attributes, self.left_out),
-            "model": str(model or ""),
-            "stream": bool(attributes.get(names.REQUEST_STREAM)),
-        }
 
     def _answer(self, chat: Span, messages: Sequence[Mapping[str, Any]]) -> Answer:
         """The answer in a chat span, whose candidates have these messages."""

@@ -27,8 +27,13 @@ def for_template(message: Mapping[str, Any], *, parts: bool = False) -> dict[str
         out["role"] = "system"
     content = out.get("content")
     if parts:
-        listed = content if isinstance(content, list) else [content] if content else []
-        out["content"] = [_template_part(part) for part in listed]
+        listed = [content] if content else []
+        if isinstance(content, list):
+            listed = content
+        out["content"] = []
+        for part in listed:
+            is_image = isinstance(part, Mapping) and part.get("type") == "image_url"
+            out["content"].append({"type": "image"} if is_image else {"type": "text", "text": _text_part(part)})
     elif content is None:
         out["content"] = ""
     elif isinstance(content, list):
@@ -38,12 +43,6 @@ def for_template(message: Mapping[str, Any], *, parts: bool = False) -> dict[str
     if calls:
         out["tool_calls"] = [_call_for_template(c) for c in calls]
     return out
-
-
-def _template_part(part: Any) -> dict[str, str]:
-    if isinstance(part, Mapping) and part.get("type") == "image_url":
-        return {"type": "image"}
-    return {"type": "text", "text": _text_part(part)}
 
 
 def _text_part(part: Any) -> str:

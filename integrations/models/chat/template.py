@@ -178,7 +178,12 @@ class ChatTemplate:
         options = options or {}
         rendered = self._render(messages, tools, options, most)
         extended = self._extend_earlier(rendered.text, messages, tools, options, earlier) if earlier else None
-        path, text = extended or (self._encode_whole(rendered), rendered.text)
+        if extended is not None:
+            path, text = extended
+        else:
+            if rendered.packed is None:
+                rendered.packed = pack_ids(self._encode(rendered.text))
+            path, text = rendered.packed, rendered.text
         ids = list(unpack_ids(path))
         if most is not None and len(ids) > most:
             raise _too_long(f"{len(ids)} tokens", most)
@@ -215,12 +220,6 @@ class ChatTemplate:
                     text = spelled
         self._count("extended" if path else "diverged")
         return (path + pack_ids(self._encode(remaining)), text) if path else None
-
-    def _encode_whole(self, rendered: _Rendered) -> bytes:
-        """The packed ids of a prompt that continues no earlier path."""
-        if rendered.packed is None:
-            rendered.packed = pack_ids(self._encode(rendered.text))
-        return rendered.packed
 
     def transcript(
         self, messages: Messages, tools: Tools | None, *, options: Options | None = None, generation: bool = False

@@ -61,7 +61,11 @@ def change_logits(logits: Tensor, rows: Sequence[LogitChanges | None]) -> None:
     """Change `logits` [rows, vocabulary] in place by the rows' parameters. Tokens that a grammar forbids get -inf."""
     matchers = {i: row.matcher for i, row in enumerate(rows) if row is not None and row.matcher is not None}
     if matchers:
-        forbidden = _forbidden_tokens(list(matchers.values()), logits.shape[1]).to(logits.device)
+        bits = np.empty((len(matchers), next(iter(matchers.values())).words), np.int32)
+        for matcher, its_bits in zip(matchers.values(), bits, strict=True):
+            matcher.allowed(its_bits)  # writes one bit for each token
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        forbidden = torch.from_numpy(allowed == 0).to(logits.device)  # [matchers, vocabulary]
         if len(matchers) == len(rows):
             logits.masked_fill_(forbidden, -torch.inf)  # in place, without a copy of the rows
         else:
@@ -70,15 +74,6 @@ def change_logits(logits: Tensor, rows: Sequence[LogitChanges | None]) -> None:
     for i, row in enumerate(rows):
         if row is not None:
             row.apply_biases_and_penalties(logits[i])
-
-
-def _forbidden_tokens(matchers: Sequence[Matcher], vocabulary: int) -> Tensor:
-    """For each matcher, whether its grammar forbids each token now, [matchers, vocabulary]."""
-    bits = np.empty((len(matchers), matchers[0].words), np.int32)
-    for matcher, its_bits in zip(matchers, bits, strict=True):
-        matcher.allowed(its_bits)  # writes one bit for each token
-    allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocabulary, bitorder="little")
-    return torch.from_numpy(allowed == 0)
 
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

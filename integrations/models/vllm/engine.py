@@ -296,7 +296,11 @@ class VllmSampler(LoopSampler):
 
         folder = await asyncio.to_thread(write_shared, self._folders, str(policy), policy, weights, None)
         try:
-            await self._end_present_versions()
+            # Refuse new requests of all served versions, and wait until their last request has ended.
+            self._replaced |= {version.policy for version in self._versions.all()}
+            ending = self._versions.clear()
+            while any(version.running for version in ending):
+                await asyncio.sleep(0.01)
             await self._llm.pause_generation(mode="wait", clear_cache=True)
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(folder)}))
@@ -312,13 +316,6 @@ class VllmSampler(LoopSampler):
             raise lost from error
         finally:
             self._folders.remove(str(policy))
-
-    async def _end_present_versions(self) -> None:
-        """Refuse new requests of all served versions, and wait until their last request has ended."""
-        self._replaced |= {version.policy for version in self._versions.all()}
-        ending = self._versions.clear()
-        while any(version.running for version in ending):
-            await asyncio.sleep(0.01)
 
     async def _sleep(self, keep_weights: bool) -> None:
         """Free the engine's GPU memory, of the cache alone with `keep_weights`. On a CPU it only pauses."""

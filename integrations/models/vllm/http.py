@@ -108,7 +108,14 @@ class VllmHttpSampler(LoopSampler):
                 self._padding.stop - 1,
             )
         await self._load_base(rank)
-        await self._check_logprobs()
+        # With top_k = 1, the sampled token has log-probability 0, unless the server reports it before truncation.
+        likeliest_token = SamplingParams(temperature=0.5, top_k=1, max_tokens=1)
+        (completion,) = await self._generate([1, 2], 1, likeliest_token, BASE, None)
+        if abs(completion.logprobs[0]) > 1e-3:
+            raise client.refused(
+                "does not report the log-probabilities it sampled from",
+                "Start it with --logprobs-mode processed_logprobs.",
+            )
 
     async def _check_model(self, model: str) -> int:
         """Raise ConfigError unless the server has this model. Returns its longest context."""
@@ -122,19 +129,6 @@ class VllmHttpSampler(LoopSampler):
                 "Serve the run's model, or name it with --served-model-name.",
             )
         return base.max_model_len or 0
-
-    async def _check_logprobs(self) -> None:
-        """Raise an error if the server reports other probabilities than it samples from.
-
-        With top_k = 1, the sampled token has log-probability 0, unless the server reports it before truncation.
-        """
-        likeliest_token = SamplingParams(temperature=0.5, top_k=1, max_tokens=1)
-        (completion,) = await self._generate([1, 2], 1, likeliest_token, BASE, None)
-        if abs(completion.logprobs[0]) > 1e-3:
-            raise self._client.refused(
-                "does not report the log-probabilities it sampled from",
-                "Start it with --logprobs-mode processed_logprobs.",
-            )
 
     async def _load_base(self, rank: int) -> None:
         """Load an adapter that changes nothing, to sample from the base. On CPUs, vLLM applies the adapter in its last

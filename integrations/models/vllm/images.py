@@ -44,7 +44,8 @@ def _moved_ranges(prompt: list[int], image_text: list[int], ranges: Sequence[Any
     for range_ in ranges:
         tokens = image_text[range_.offset : range_.offset + range_.length]
         image_tokens += itertools.compress(tokens, _replaced_tokens(range_))
-        offset = _find_tokens(prompt, tokens, start)
+        later_positions = range(start, len(prompt))
+        offset = next((i for i in later_positions if prompt[i : i + len(tokens)] == tokens), None)
         if offset is None:
             raise RequestRefused(
                 f"vLLM makes {len(tokens)} tokens of image {len(moved)}, which the prompt does not hold.", _REMEDY
@@ -58,14 +59,6 @@ def _moved_ranges(prompt: list[int], image_text: list[int], ranges: Sequence[Any
     if count != len(image_tokens):
         raise RequestRefused(f"The prompt has {count} image tokens; its images take {len(image_tokens)}.", _REMEDY)
     return moved
-
-
-def _find_tokens(prompt: list[int], tokens: list[int], start: int) -> int | None:
-    """The first position in the prompt, from `start` on, at which these tokens begin; None if there is none."""
-    for position in range(start, len(prompt)):
-        if prompt[position : position + len(tokens)] == tokens:
-            return position
-    return None
 
 
 def _replaced_tokens(range_: Any) -> list[bool]:

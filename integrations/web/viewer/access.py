@@ -49,7 +49,13 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
             await sign_in(scope, receive, send_secured)
             return
         try:
-            _check_access(scope, token, access)
+            writes = scope["method"] == "POST" and scope["path"].endswith(WRITTEN)
+            if scope["method"] not in ("GET", "HEAD") and not writes:
+                raise RequestError(405, "Pages are only read.")
+            if token is None or not _same(_cookie(scope), token):
+                access.check(scope)
+            if writes and not access.carries_token(scope, b"authorization"):
+                _check_origin(scope)
         except RequestError as error:
             hint = " Open the address that cotune view printed." if error.status == 401 else ""
             await PlainTextResponse(f"{error.message}{hint}\n", error.status)(scope, receive, send_secured)
@@ -73,17 +79,6 @@ def _sign_in(scope: Scope, token: str) -> RedirectResponse | None:
     response = RedirectResponse(address, 303)
     response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
     return response
-
-
-def _check_access(scope: Scope, token: str | None, access: Access) -> None:
-    """Raise RequestError for a request that may not be answered: by its method, without access, or a foreign write."""
-    writes = scope["method"] == "POST" and scope["path"].endswith(WRITTEN)
-    if scope["method"] not in ("GET", "HEAD") and not writes:
-        raise RequestError(405, "Pages are only read.")
-    if token is None or not _same(_cookie(scope), token):
-        access.check(scope)
-    if writes and not access.carries_token(scope, b"authorization"):
-        _check_origin(scope)
 
 
 def _check_origin(scope: Scope) -> None:

@@ -86,7 +86,11 @@ def blame_page(viewer: Viewer, request: Request) -> Response:
 
 def show_losses(run: OpenedRun, episodes: Sequence[LostEpisode]) -> list[ShownLoss]:
     """The lost episodes as they are shown, each with the forks at its decisive call."""
-    decisive_calls = _decisive_calls(run, episodes)
+    decisive_calls: dict[str, str] = {}  # id of an episode -> id of its decisive call, which results name by its step
+    for lost in episodes:
+        if lost.call is not None:
+            calls = run.store.calls(lost.episode, lean=True)
+            decisive_calls[lost.episode] = next((call.id for call in calls if call.step == lost.call), "")
     alternatives = _alternatives(run, set(decisive_calls.values())) if decisive_calls else {}
     losses = []
     for lost in episodes:
@@ -96,16 +100,6 @@ def show_losses(run: OpenedRun, episodes: Sequence[LostEpisode]) -> list[ShownLo
         ranked = sorted(alternatives_here, key=lambda one: (one.outcome is None, -(one.outcome or 0.0)))
         losses.append(ShownLoss(episode=lost, loss=loss, alternatives=tuple(ranked)))
     return losses
-
-
-def _decisive_calls(run: OpenedRun, episodes: Sequence[LostEpisode]) -> dict[str, str]:
-    """The id of the decisive call of each episode that has one. Results name it by its step."""
-    decisive: dict[str, str] = {}
-    for lost in episodes:
-        if lost.call is not None:
-            calls = run.store.calls(lost.episode, lean=True)
-            decisive[lost.episode] = next((call.id for call in calls if call.step == lost.call), "")
-    return decisive
 
 
 def _alternatives(run: OpenedRun, calls: Collection[str]) -> dict[str, list[Alternative]]:

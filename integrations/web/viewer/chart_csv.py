@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
 from typing import Any
 
 from starlette.responses import Response, StreamingResponse
@@ -25,11 +24,8 @@ def chart_as_csv(chart: Chart) -> Response:
     rows: list[list[Any]] = [["step", *(name for name, _ in columns)]]
     for position, step in enumerate(chart.steps):
         rows.append([step, *(values[position] for _, values in columns)])
-    return _file(rows, chart.id)
-
-
-def _file(rows: Iterable[list[Any]], name: str) -> Response:
-    file_name = "".join(sign if (sign.isalnum() and sign.isascii()) or sign in "-_" else "_" for sign in name)[:100]
+    name = "".join(sign if (sign.isalnum() and sign.isascii()) or sign in "-_" else "_" for sign in chart.id)
+    file_name = name[:100]
     headers = {"content-disposition": f'attachment; filename="{file_name}.csv"'}
     return StreamingResponse(map(_line, rows), media_type="text/csv; charset=utf-8", headers=headers)
 

@@ -12,8 +12,7 @@ from cotune.algorithms.filters import REASONS
 from cotune.algorithms.run_recipe import all_taught
 from cotune.integrations.web.viewer.episode import ended_episode, of_candidates, show_calls
 from cotune.integrations.web.viewer.viewer import Viewer, hues, start, whole
-from cotune.reading.groups import MOST_EPISODES, ShownGroup, StepGroups, by_role_and_turn
-from cotune.reading.run import OpenedRun
+from cotune.reading.groups import MOST_EPISODES, ShownGroup, by_role_and_turn
 
 MOST_GROUPS = 60
 """Most groups on a page."""
@@ -32,7 +31,14 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
     recorded_step = None if step is None else step - 1  # records count from 0, pages from 1
     groups = viewer.groups(run, recorded_step)
 
-    left_out, candidates = _counted_candidates(run, recorded_step, groups)
+    # The metrics of a finished step have its numbers. Without them, the groups are counted.
+    left_out: Mapping[str, int] = groups.left_out
+    candidates = groups.candidates
+    for metrics in run.metrics:
+        if metrics["step"] == recorded_step:
+            left_out = metrics["left_out"]
+            candidates = metrics["rows"] + sum(left_out.values())
+            break
     role = query.get("role", "")
     kind = query.get("kind", "")
     chosen = _groups_of_kind(groups.groups, role, kind)
@@ -59,18 +65,6 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
         hues=hues(run, *(group.role for group in groups.groups)),
         roles=sorted({group.role for group in groups.groups}),
     )
-
-
-def _counted_candidates(run: OpenedRun, step: int | None, groups: StepGroups) -> tuple[Mapping[str, int], int]:
-    """The numbers of a step's candidates that were left out, by reason, and the number of all its candidates.
-
-    The metrics of a finished step have these numbers. Without them, the groups are counted.
-    """
-    for metrics in run.metrics:
-        if metrics["step"] == step:
-            left_out = metrics["left_out"]
-            return left_out, metrics["rows"] + sum(left_out.values())
-    return groups.left_out, groups.candidates
 
 
 def _groups_of_kind(groups: Iterable[ShownGroup], role: str, kind: str) -> list[ShownGroup]:

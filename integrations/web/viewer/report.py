@@ -114,7 +114,10 @@ def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tup
     latest = run.figures.episode_ids(EpisodeFilters(status="counted"), EPISODES)
     pairs = []
     for id in latest:
-        pairs.append(Pair(task="", before=None, after=_reported_episode(run, id, _title_of_episode(run, id))))
+        episode = run.store.episode(id)
+        step = "" if episode.training_step is None else f", step {episode.training_step + 1}"
+        title = f"episode of task {episode.task.id}{step}"
+        pairs.append(Pair(task="", before=None, after=_reported_episode(run, id, title)))
     if not run.is_run or not latest:
         return pairs, "The latest episodes."
     return pairs, "No task was tried twice, so there is no before and after. These are the latest episodes."
@@ -155,12 +158,6 @@ def _pair_of_steps(run: OpenedRun, phase: str, task: str, first: int, last: int)
         before=_reported_episode(run, before_id, f"before: step {first + 1}"),
         after=_reported_episode(run, after_id, f"after: step {last + 1}"),
     )
-
-
-def _title_of_episode(run: OpenedRun, id: str) -> str:
-    episode = run.store.episode(id)
-    step = "" if episode.training_step is None else f", step {episode.training_step + 1}"
-    return f"episode of task {episode.task.id}{step}"
 
 
 def _hash(name: str) -> str:
