@@ -93,7 +93,16 @@ class VllmHttpSampler(LoopSampler):
         from.
         """
         client = self._client
-        self.max_model_len = await self._check_model(model)
+        cards = [card for card in await client.open() if card.parent is None]
+        base = next((card for card in cards if card.max_model_len), None)
+        if base is None or not _describes_model(model, base):
+            raise ConfigError(
+                "model",
+                model,
+                f"is not what {client.url} serves: {[card.id for card in cards]}",
+                "Serve the run's model, or name it with --served-model-name.",
+            )
+        self.max_model_len = base.max_model_len or 0
         if not await client.takes_adapters():
             raise client.refused(
                 "does not take adapters while it runs",
@@ -116,19 +125,6 @@ class VllmHttpSampler(LoopSampler):
                 "does not report the log-probabilities it sampled from",
                 "Start it with --logprobs-mode processed_logprobs.",
             )
-
-    async def _check_model(self, model: str) -> int:
-        """Raise ConfigError unless the server has this model. Returns its longest context."""
-        cards = [card for card in await self._client.open() if card.parent is None]
-        base = next((card for card in cards if card.max_model_len), None)
-        if base is None or not _describes_model(model, base):
-            raise ConfigError(
-                "model",
-                model,
-                f"is not what {self._client.url} serves: {[card.id for card in cards]}",
-                "Serve the run's model, or name it with --served-model-name.",
-            )
-        return base.max_model_len or 0
 
     async def _load_base(self, rank: int) -> None:
         """Load an adapter that changes nothing, to sample from the base. On CPUs, vLLM applies the adapter in its last

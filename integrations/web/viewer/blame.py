@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -91,7 +91,13 @@ def show_losses(run: OpenedRun, episodes: Sequence[LostEpisode]) -> list[ShownLo
         if lost.call is not None:
             calls = run.store.calls(lost.episode, lean=True)
             decisive_calls[lost.episode] = next((call.id for call in calls if call.step == lost.call), "")
-    alternatives = _alternatives(run, set(decisive_calls.values())) if decisive_calls else {}
+    # The forks at these calls. Episodes with the same decisive call share them.
+    alternatives: dict[str, list[Alternative]] = {call_id: [] for call_id in decisive_calls.values()}
+    for phase in (FORK, FRESH_FORK) if decisive_calls else ():
+        for episode in run.store.episodes(EpisodeFilters(phase=phase)):
+            fork = episode.fork
+            if fork is not None and fork.call in alternatives and episode.is_outcome:
+                alternatives[fork.call].append(show_alternative(run, episode, fork))
     losses = []
     for lost in episodes:
         loss = "" if lost.loss is None else loss_points(lost.loss)
@@ -100,17 +106,6 @@ def show_losses(run: OpenedRun, episodes: Sequence[LostEpisode]) -> list[ShownLo
         ranked = sorted(alternatives_here, key=lambda one: (one.outcome is None, -(one.outcome or 0.0)))
         losses.append(ShownLoss(episode=lost, loss=loss, alternatives=tuple(ranked)))
     return losses
-
-
-def _alternatives(run: OpenedRun, calls: Collection[str]) -> dict[str, list[Alternative]]:
-    """The forks at these calls, by the id of the call. Several episodes may have the same decisive call."""
-    alternatives: dict[str, list[Alternative]] = {}
-    for phase in (FORK, FRESH_FORK):
-        for episode in run.store.episodes(EpisodeFilters(phase=phase)):
-            fork = episode.fork
-            if fork is not None and fork.call in calls and episode.is_outcome:
-                alternatives.setdefault(fork.call, []).append(show_alternative(run, episode, fork))
-    return alternatives
 
 
 def show_alternative(run: OpenedRun, episode: Episode, fork: Fork) -> Alternative:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from cotune.algorithms.filters import REASONS
 from cotune.algorithms.run_recipe import all_taught
 from cotune.integrations.web.viewer.episode import ended_episode, of_candidates, show_calls
 from cotune.integrations.web.viewer.viewer import Viewer, hues, start, whole
-from cotune.reading.groups import MOST_EPISODES, ShownGroup, by_role_and_turn
+from cotune.reading.groups import MOST_EPISODES, by_role_and_turn
 
 MOST_GROUPS = 60
 """Most groups on a page."""
@@ -41,7 +41,12 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
             break
     role = query.get("role", "")
     kind = query.get("kind", "")
-    chosen = _groups_of_kind(groups.groups, role, kind)
+    chosen = []
+    for group in groups.groups:
+        has_role = role in ("", group.role)
+        has_kind = not kind or (kind == "left_out") == bool(group.reason)
+        if has_role and has_kind:
+            chosen.append(group)
     first = start(request)
     return viewer.page(
         request,
@@ -65,17 +70,6 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
         hues=hues(run, *(group.role for group in groups.groups)),
         roles=sorted({group.role for group in groups.groups}),
     )
-
-
-def _groups_of_kind(groups: Iterable[ShownGroup], role: str, kind: str) -> list[ShownGroup]:
-    """The groups of a role, or of all if it is empty. `kind` is trained, left_out, or empty for both."""
-    chosen = []
-    for group in groups:
-        has_role = role in ("", group.role)
-        has_kind = not kind or (kind == "left_out") == bool(group.reason)
-        if has_role and has_kind:
-            chosen.append(group)
-    return chosen
 
 
 def group_page(viewer: Viewer, request: Request) -> Response:
