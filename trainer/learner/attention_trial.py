@@ -120,10 +120,10 @@ def tried_once(shape: AttentionShape, device: torch.device, dtype: torch.dtype, 
 
     log.info("Trying FlexAttention on this GPU. It compiles kernels, which may take a minute.")
     try:
-        verdict, lasts = try_flex(shape, device, dtype, autocast=autocast)
+        verdict, is_complete = try_flex(shape, device, dtype, autocast=autocast)
     finally:
         torch.cuda.empty_cache()  # a sampler may be on the same GPU
-    if lasts:
+    if is_complete:
         store_result(KIND, key, verdict)
     return verdict
 

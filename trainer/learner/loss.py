@@ -111,16 +111,20 @@ def kept_by_mask(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
 
 
 def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
-    """Weighted sum over tokens of w * (policy loss + kl * k3) - entropy * H.
+    """Return the loss of a pass: the weighted sum over tokens of w * (policy loss + kl * k3) - entropy * H.
 
-    r = exp(new - old) per token, or its geometric mean over the row (ratio "sequence", GSPO), and
-    w = min(exp(old - sampler), tis_cap), detached, corrects for a sampler that disagrees with the trainer.
+    The policy ratio r is exp(new - old) of each token, or its geometric mean over the row (ratio "sequence", GSPO). The
+    off-policy correction w = min(exp(old - sampler), tis_cap) has no gradient. The policy loss of a token is:
 
-    ppo: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). cispo: -stop_gradient(clip(r)) A new. none: -r A.
-    ppo with dual_clip c: never above c |A| where A < 0. Without a ratio: -A new with w = min(exp(new - sampler),
-    tis_cap). k3 = exp(q) - q - 1 with q = reference - new, continued along its tangent above exp(q) = KL_SLOPE.
-    With kl_in "reward" there is no k3; A is less by kl * (old - reference).
-    `token_loss` replaces the policy loss of the tokens. Raises LearnerError if it does not return a loss.
+    - ppo: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). With dual_clip c it is at most c |A| if A < 0.
+    - cispo: -stop_gradient(clip(r)) A new
+    - style "none": -r A
+    - ratio "none": -A new, with w = min(exp(new - sampler), tis_cap)
+    - `token_loss`: the result of the user's function
+
+    k3 = exp(q) - q - 1 with q = reference - new, continued along its tangent above exp(q) = KL_SLOPE. With kl_in
+    "reward" there is no k3, and A is less by kl * (old - reference). Raises LearnerError if the user's function does
+    not return a loss.
     """
     if tokens.reference is not None and spec.kl_in == "reward":
         tokens = replace(tokens, advantage=tokens.advantage - spec.kl * (tokens.old - tokens.reference))

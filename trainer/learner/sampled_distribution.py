@@ -15,6 +15,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError, SamplerError
 from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.folder.folder import count_token_ids, read_tokenizer
+from cotune.trainer.learner.batching import lengths_of
 from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.logprobs import LogitShaping
 
@@ -77,9 +78,8 @@ class SampledDistribution:
         # In both arrays of numbers, [tokens], -1 stands for a token without a bias or mask.
         biases = list(dict.fromkeys(row.logit_bias for row in rows if row.logit_bias))
         number_of_bias = {bias: number for number, bias in enumerate(biases)}
-        bias_of_token = np.concatenate(
-            [np.full(len(row.response_ids), number_of_bias.get(row.logit_bias, -1)) for row in rows]
-        )
+        bias_of_row = [number_of_bias.get(row.logit_bias, -1) for row in rows]
+        bias_of_token = np.repeat(np.array(bias_of_row, np.int64), lengths_of(rows))
         mask_of_token = np.concatenate([self._mask_numbers(row) for row in rows])
 
         # Only the masks that these rows use are sent to the device. Number them again, from 0.

@@ -80,16 +80,18 @@ def first_sets(config: TrainConfig) -> list[EngineSet]:
 def joined(config: TrainConfig, engines: Sequence[tuple[EngineSet, Sampler]]) -> Sampler:
     """Join the samplers of all sets into one. Policies that no set names are answered on the run's own model."""
     if len(engines) == 1:
-        return engines[0][1]
+        [(_, sampler)] = engines
+        return sampler
     sampler_of_policy: dict[str, Sampler] = {}
-    samplers_on_model: dict[EngineWeights, Sampler] = {}
+    samplers_of_model: dict[EngineWeights, Sampler] = {}  # the first of each kind on the run's own model
     for engine_set, sampler in engines:
         sampler_of_policy |= dict.fromkeys(engine_set.policies, sampler)
         if engine_set.model == config.model:
-            samplers_on_model.setdefault(engine_set.weights, sampler)
-    default = samplers_on_model.get("lora")
+            samplers_of_model.setdefault(engine_set.weights, sampler)
+    # Engines of adapters also serve the untrained base model.
+    default = samplers_of_model.get("lora")
     if default is None:
-        default = next(iter(samplers_on_model.values()))
+        default = next(iter(samplers_of_model.values()))
     return PolicySampler(sampler_of_policy, default)
 
 
