@@ -125,7 +125,8 @@ async def open_records_run(
 
         # Open the learner, and begin or continue the run.
         say(f"loading the weights to train: {', '.join(policies.trained)} ...")
-        learner = await _open_learner(config, workflow, policies, _loss_spec(config), stack, say)
+        loss = FROM_RECORDS[config.recipe or ""]
+        learner = await _open_learner(config, workflow, policies, loss, stack, say)
         players = policies.learning
         run = RecordsRun(
             folder=folder,
@@ -397,11 +398,6 @@ def _keep_or_check_digest(folder: RunFolder, recorded: Recorded) -> None:
             f"{episodes} now.",
             "Pass the same records, or start a new run.",
         )
-
-
-def _loss_spec(config: TrainConfig) -> LossSpec:
-    """Return the loss of the recipe, which must be one that learns from records."""
-    return FROM_RECORDS[config.recipe or ""]
 
 
 def _make_objective(config: TrainConfig, learner: Learner) -> Objective:

@@ -140,7 +140,12 @@ async def _replay(
         policies: PolicyResponder | None = None
         if has_new_calls:
             trained = _trained_policies(run, options)
-            who = _describe_answerer(trained, options.model)
+            if trained:
+                who = f"the policies of {trained}"
+            elif options.model:
+                who = f"{options.model}, untrained"
+            else:
+                who = "the application's own provider"
             answers = answering(
                 workflow,
                 policies=trained,
@@ -221,15 +226,6 @@ async def _run_once(
     calls = [record for record in sink.records if isinstance(record, CallRecord)]
     calls.sort(key=lambda call: call.step)
     return EpisodeWithCalls(outcome.episode, calls, outcome.rewards)
-
-
-def _describe_answerer(trained: str | Path | None, model: str | None) -> str:
-    """Return who answers new calls: trained policies, an untrained model, or the application's provider."""
-    if trained:
-        return f"the policies of {trained}"
-    if model:
-        return f"{model}, untrained"
-    return "the application's own provider"
 
 
 def _drop_foreign_ids(plans: Sequence[_Plan], ids: RecordedIds) -> tuple[list[_Plan], int]:
