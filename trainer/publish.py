@@ -16,7 +16,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import GapError, SyncError
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint, publish_verified
+from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint, publish_verified, weights_norm
 
 PROBE = SamplingParams(temperature=1.0, max_tokens=2, seed=0)
 """The sampling of the probe. It is not truncated, so that the trainer's log-probabilities are of the same distribution.
@@ -65,11 +65,6 @@ def probe_prompts(prompts: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return a few different beginnings of prompts."""
     beginnings = dict.fromkeys(tuple(ids[:PROBE_PROMPT]) for ids in prompts)
     return list(beginnings)[:PROBE_PROMPTS]
-
-
-def weights_norm(weights: Weights) -> float:
-    """Return the L2 norm of all tensors together, summed in double precision."""
-    return math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in weights.values()))
 
 
 async def prove_publish(

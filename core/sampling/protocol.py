@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+import math
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -18,17 +19,66 @@ from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 
 Weights = Mapping[str, npt.NDArray[Any]]
+Shape = tuple[int, ...]
+
+
+class RemoteWeights(Mapping[str, npt.NDArray[Any]]):
+    """Weights that are in another process, with the facts that are known of them here. Reading an array fetches all.
+
+    `fingerprint` and `norm` were computed in the other process. `shapes` has the shape of each tensor by name.
+    """
+
+    def __init__(self, fingerprint: str, norm: float, shapes: Mapping[str, Shape]) -> None:
+        self.fingerprint = fingerprint
+        self.norm = norm
+        self.shapes = shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+class Fingerprint:
+    """Computes the `fingerprint` of weights from one tensor after the other. Add them in the order of their names."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, name: str, array: npt.NDArray[Any]) -> None:
+        """Add the next tensor."""
+        array = np.ascontiguousarray(array, dtype=np.float32)
+        self._digest.update(f"{name}{array.shape}".encode())
+        self._digest.update(array.data)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
 
 
 def fingerprint(weights: Weights) -> str:
     """SHA-256 of names, shapes and float32 bytes, in the order of names. It is the same in learner, sampler and
     export."""
-    digest = hashlib.sha256()
+    if isinstance(weights, RemoteWeights):
+        return weights.fingerprint
+    digest = Fingerprint()
     for name in sorted(weights):
-        array = np.ascontiguousarray(weights[name], dtype=np.float32)
-        digest.update(f"{name}{array.shape}".encode())
-        digest.update(array.tobytes())
+        digest.add(name, weights[name])
     return digest.hexdigest()
+
+
+def weights_norm(weights: Weights) -> float:
+    """L2 norm over all tensors, summed in double precision."""
+    if isinstance(weights, RemoteWeights):
+        return weights.norm
+    return math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in weights.values()))
+
+
+def weight_shapes(weights: Weights) -> Mapping[str, Shape]:
+    """The shape of each tensor by name."""
+    if isinstance(weights, RemoteWeights):
+        return weights.shapes
+    return {name: tuple(array.shape) for name, array in weights.items()}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

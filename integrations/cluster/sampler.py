@@ -23,6 +23,8 @@ class RaySampler(CalledSampler):
     process is gone. Errors of the sampler are raised here with their own class.
     """
 
+    takes_remote_weights = True
+
     def __init__(self, process: RayProcess) -> None:
         self._process = process
         self._closed = False

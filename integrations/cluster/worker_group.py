@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -20,6 +21,10 @@ Location = tuple[str, str, int]
 
 WATCH = "watch"
 """Ray's concurrency group for calls that ask for an actor's state. They are answered while it works."""
+ASIDE = "aside"
+"""Ray's concurrency group for other calls that an actor runs while it works."""
+ASIDE_THREADS = 8
+"""Most of these calls that run at once, such as one for each engine that fetches weights."""
 
 GRACE_SECONDS = 10.0
 """Seconds that the other actors get to fail too, once one has failed."""
@@ -52,6 +57,10 @@ class Worker:
         finally:
             self._working = None
         return answer if self._rank == 0 else None
+
+    def call_aside(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the object that may run beside its other calls."""
+        return getattr(self._object, method)(*arguments)
 
     def location(self) -> Location:
         import ray
@@ -110,7 +119,7 @@ class WorkerGroup:
 
         placement_group = _reserve_resources(size, cpus, gpus, timeout, setting)
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={WATCH: 1})(Worker)
+        actor = remote(concurrency_groups={WATCH: 1, ASIDE: ASIDE_THREADS})(Worker)
         workers = []
         for rank in range(size):
             strategy = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=rank)
@@ -146,6 +155,23 @@ class WorkerGroup:
             stored = [ray.put(argument) if isinstance(argument, bytes) else argument for argument in arguments]
             refs = [worker.call.remote(method, *stored) for worker in self._workers]
             return self._collect(method, refs, timeout)[0]
+
+    def call_and_store(self, method: str, *arguments: Any, timeout: float) -> tuple[Any, Any]:
+        """Call a method of every rank's object that returns a pair on rank 0, of which the first part is large.
+
+        Returns the pair, with a Ray reference in place of the first part. This process owns the reference, so the part
+        stays available after the end of the actors. It is in the memory of rank 0's machine.
+        """
+        with self._lock:
+            self._check()
+            rank_0, *other_ranks = self._workers
+            stored, answer = rank_0.call.options(num_returns=2).remote(method, *arguments)
+            others = [worker.call.remote(method, *arguments) for worker in other_ranks]
+            return stored, self._collect(method, [answer, *others], timeout)[0]
+
+    def aside(self, method: str) -> Any:
+        """A remote function that calls a method of rank 0's object beside its other calls. It can be pickled."""
+        return functools.partial(_call_aside, self._workers[0], method)
 
     def close(self) -> None:
         """Kill all actors, free their resources, and wait until their processes have ended.
@@ -238,6 +264,11 @@ class WorkerGroup:
     @property
     def _title(self) -> str:
         return self.name[:1].upper() + self.name[1:]
+
+
+def _call_aside(worker: Any, method: str, *arguments: Any) -> Any:
+    """Start the call, and return Ray's reference to its answer."""
+    return worker.call_aside.options(concurrency_group=ASIDE).remote(method, *arguments)
 
 
 def _reserve_resources(size: int, cpus: float, gpus: float, timeout: float, setting: str) -> Any:

@@ -13,13 +13,19 @@ from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.models.served_versions import Version, Versions
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, in_time
+from cotune.sampling.protocol import Completion, RemoteWeights, SamplerInfo, SamplingParams, Weights, in_time
 
 T = TypeVar("T")
+
+BY_FILES = "published_by_files"
+"""The counter of publications that the learner could not send to the engine directly."""
 
 
 class CalledSampler(ABC):
     """The `Sampler` protocol over one method, `_call`, that passes all calls to the engine."""
+
+    takes_remote_weights = False
+    """Whether `_call` accepts weights that are still in the learner's process. Otherwise they are fetched first."""
 
     @abstractmethod
     async def _call(self, method: str, *arguments: Any) -> Any:
@@ -34,7 +40,11 @@ class CalledSampler(ABC):
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of the weights that arrived."""
-        return await self._call("publish", policy, dict(weights), lora)
+        if not isinstance(weights, RemoteWeights):
+            weights = dict(weights)
+        elif not self.takes_remote_weights:
+            weights = await asyncio.to_thread(dict, weights)
+        return await self._call("publish", policy, weights, lora)
 
     async def retire(self, policy: PolicyRef) -> None:
         """Refuse new requests of a version from now on, and free it once its running requests have ended."""

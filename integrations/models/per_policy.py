@@ -21,6 +21,8 @@ class PolicySampler(CalledSampler):
     Several policies may share a sampler. It can be pickled if its samplers can. `aclose` closes all of them.
     """
 
+    takes_remote_weights = True
+
     def __init__(self, samplers: Mapping[str, Sampler], default: Sampler | None = None) -> None:
         self._samplers = dict(samplers)
         self._default = default

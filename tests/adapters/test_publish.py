@@ -13,8 +13,8 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import SyncError
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
-from cotune.trainer.publish import Probe, Proof, probe_prompts, prove_publish, weights_norm
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint, weights_norm
+from cotune.trainer.publish import Probe, Proof, probe_prompts, prove_publish
 
 OLD, NEW = PolicyRef("writer", 1), PolicyRef("writer", 2)
 

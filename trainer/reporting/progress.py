@@ -29,8 +29,8 @@ SILENCE = 60.0
 """If no bar can be shown, a line shows the progress after this many seconds without a line."""
 
 FAULT_COUNTERS = (
-    "died", "errors", "faulty", "garbage", "late_rewards_refused", "lost", "out_of_memory", "restarts", "retried",
-    "timeouts", "unhealthy",
+    "died", "errors", "faulty", "garbage", "late_rewards_refused", "lost", "out_of_memory", "published_by_files",
+    "restarts", "retried", "timeouts", "unhealthy",
 )  # fmt: skip
 """Counters that a step shows: faults of engines, workers and stores from which the run has recovered."""
 JUDGE_COUNTERS = ("requests", "cached", "cost", "asked_again", "dropped", "over_budget", "uncounted")

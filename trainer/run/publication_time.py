@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Literal
 
 import numpy as np
 
@@ -13,13 +15,14 @@ from cotune.integrations.models.folder import folder as model_folder
 from cotune.integrations.models.folder.folder import count_parameters, locate_model
 from cotune.integrations.models.vllm.adapters import SharedFolders
 from cotune.records.policies import Policies
-from cotune.sampling.protocol import fingerprint
+from cotune.sampling.protocol import Weights, fingerprint, weights_norm
 from cotune.trainer.config.engine import engine_kind
-from cotune.trainer.publish import weights_norm
 
 SAMPLE_BYTES = 32 << 20
 FLOAT_BYTES = 4
 """Weights are published in float32."""
+Way = Literal["direct", "files", "pipe"]
+"""From the learner to the workers of an engine, by files, or through the pipe of the in-process engine."""
 FINGERPRINTS = 3
 """The sender, the router in front of the engine and the engine itself each compute a fingerprint of the weights."""
 
@@ -39,33 +42,68 @@ def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
     if not large:
         return []
 
-    by_files = engine_kind(config).fixed  # the in-process engine takes weights through its pipe
-    means = " by files" if by_files else ""
-    rate = seconds_per_byte(by_files=by_files)
+    way, description = publication_way(config)
+    rate = seconds_per_byte(way)
     notes = []
     for model in large:
         size = sizes[model]
         names = ", ".join(policies_of_base[model])
         notes.append(
-            f"all weights of {names} go to the sampler after each step: {size / 1e9:.2g} GB{means}, about "
+            f"all weights of {names} go to the sampler after each step: {size / 1e9:.2g} GB{description}, about "
             f"{size * rate:.2g} s each (estimated from {SAMPLE_BYTES / 1e6:.0f} MB of numbers on this machine)"
         )
     return notes
 
 
-def seconds_per_byte(*, by_files: bool) -> float:
-    """Measure the seconds to publish a byte of weights, with a sample of random ones: their checks, one transfer to
-    another process, and a file if weights are sent by files."""
+def publication_way(config: TrainConfig) -> tuple[Way, str]:
+    """Return how full weights get to the sampler, and its description for the user."""
+    cluster = config.cluster
+    if not engine_kind(config).fixed:
+        return "pipe", ""
+    if not cluster.on_ray:
+        return "files", " by files"
+    over_nccl = cluster.gpus_per_engine > 0 and cluster.gpus_per_learner > 0 and not cluster.shares_gpu
+    return "direct", " over NCCL" if over_nccl else " over gloo"
+
+
+def seconds_per_byte(way: Way) -> float:
+    """Measure the seconds to publish a byte of weights, with a sample of random ones: their checks, and one transfer.
+
+    A direct transfer is measured over gloo, because NCCL needs two GPUs.
+    """
     sample = {"weights": np.random.default_rng(0).standard_normal(SAMPLE_BYTES // FLOAT_BYTES, dtype=np.float32)}
     started = time.perf_counter()
+    if way == "direct":
+        try:
+            _send_directly(sample)
+        except RuntimeError:  # gloo does not work here, so the weights will go by files
+            return seconds_per_byte("files")
+        return (time.perf_counter() - started) / SAMPLE_BYTES
     weights_norm(sample)
     for _ in range(FINGERPRINTS):
         fingerprint(sample)
     pickle.loads(pickle.dumps(sample))
-    if by_files:
+    if way == "files":
         with closing(SharedFolders()) as folders:
             folder = folders.make("sample", SAMPLE_BYTES)
             model_folder.write_tensors(folder, sample)
             for file in folder.iterdir():
                 file.read_bytes()
     return (time.perf_counter() - started) / SAMPLE_BYTES
+
+
+def _send_directly(sample: Weights) -> None:
+    """Send a sample over gloo from a thread of this process to another, with the checks of both sides."""
+    import torch
+    import torch.distributed as dist
+
+    from cotune.integrations.cluster.weight_transfer import Offer, Receiver, new_ticket, send
+
+    cpu = torch.device("cpu")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ticket = new_ticket(Offer.of(sample, "127.0.0.1", store.port, "cpu"), 1, "cpu")
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send, sample, ticket, cpu)
+        for _ in Receiver(ticket, 1, cpu).tensors():
+            pass
+        sending.result()

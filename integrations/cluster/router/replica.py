@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from cotune.errors import ConfigError, SamplerError, error_line
 from cotune.integrations.cluster.router import limits
+from cotune.integrations.models.engine_sampler import BY_FILES
 from cotune.integrations.models.served_versions import Version, Versions
 from cotune.records.policies import LoraSpec
-from cotune.sampling.protocol import Sampler, SamplerInfo, Weights, publish_verified
+from cotune.sampling.protocol import RemoteWeights, Sampler, SamplerInfo, Weights, publish_verified
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,13 @@ class Engine:
     """
 
     def __init__(
-        self, name: str, sampler: Any, versions: Versions, health_timeout: float, on_failure: Callable[[str], None]
+        self,
+        name: str,
+        sampler: Any,
+        versions: Versions,
+        counters: Counter[str],
+        health_timeout: float,
+        on_failure: Callable[[str], None],
     ) -> None:
         """An engine in use. `on_failure` is called with the name of a counter when the engine is taken out."""
         self.name = name
@@ -54,7 +61,10 @@ class Engine:
         """Number of its latest request, in the order of all requests. The smallest one has waited longest."""
         self.faults = 0
         """Failed requests since its last good answer."""
+        self.published_by_files = 0
+        """The engine's own count of these publications; see `BY_FILES`."""
         self._versions = versions
+        self._counters = counters
         self._health_timeout = health_timeout
         self._on_failure = on_failure
 
@@ -116,6 +126,10 @@ class Engine:
         await self.within(
             limits.CONTROL_SECONDS, publish_verified(self.sampler, version.policy, weights, lora, version.fingerprint)
         )
+        if isinstance(weights, RemoteWeights):
+            by_files = (await self.info()).counters.get(BY_FILES, 0)
+            self._counters[BY_FILES] += by_files - self.published_by_files
+            self.published_by_files = by_files
 
     async def info(self) -> SamplerInfo:
         """Ask the sampler for its info. Raises the same errors as `within`."""
@@ -243,7 +257,9 @@ class Replica:
         """Start an engine, and publish all versions to it before it gets requests."""
         async with asyncio.timeout(limits.START_SECONDS):
             sampler = await self._make()
-        engine = self.engine = Engine(self.name, sampler, self._versions, self._health_timeout, self._taken_out)
+        engine = self.engine = Engine(
+            self.name, sampler, self._versions, self._counters, self._health_timeout, self._taken_out
+        )
         async with self._versions.lock:
             versions = self._versions.all()
             for version in versions:

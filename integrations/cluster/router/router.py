@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeout, SyncError, error_line
+from cotune.errors import CotuneError, LearnerLost, RequestRefused, SamplerError, SampleTimeout, SyncError, error_line
 from cotune.integrations.cluster.router import limits
 from cotune.integrations.cluster.router.queue import Queue, Request
 from cotune.integrations.cluster.router.replica import Artifact, Engine, Make, Replica, TakenOut
@@ -20,7 +19,7 @@ from cotune.integrations.models.engine_sampler import LoopSampler
 from cotune.integrations.models.served_versions import Version
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.sampling.protocol import Completion, RemoteWeights, SamplerInfo, SamplingParams, Weights, fingerprint
 
 _COUNTER_OF_ERROR = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
 """Error of an unanswered request -> its counter; for any other error the counter is "failed"."""
@@ -48,8 +47,10 @@ class RoutedSampler(LoopSampler):
     A request goes to the engine that has seen its prefix, unless others are much less loaded. An engine that dies,
     hangs or answers garbage is taken out and restarted; it takes requests again once all published versions are loaded.
     Its requests are given to other engines, with the same policy version. The router keeps the weights of all live
-    versions for restarts.
+    versions for restarts: adapters themselves, and a reference to full weights that are still with the learner.
     """
+
+    takes_remote_weights = True
 
     def __init__(
         self, makes: Sequence[Make], min_healthy: int, max_restarts: int, health_timeout: float, vocabulary: int | None
@@ -205,7 +206,7 @@ class RoutedSampler(LoopSampler):
         """Serve `policy` on all engines, and on engines that start later.
 
         Raises SyncError if an engine reports another fingerprint or some engines refuse, RequestRefused if all refuse,
-        EngineLost.
+        LearnerLost if the weights cannot be read any more, EngineLost.
         """
         # The caller may change its arrays later, and an engine that starts later must get the same weights.
         unchangeable_weights = frozen_weights(weights)
@@ -224,7 +225,9 @@ class RoutedSampler(LoopSampler):
         errors: dict[str, CotuneError] = {}
         loaded: list[Engine] = []
         for engine, error in zip(engines, outcomes, strict=True):
-            if not engine.healthy:  # taken out meanwhile: its successor loads the version
+            # An engine that was taken out meanwhile does not matter: its successor loads the version. It cannot do that
+            # if the weights are lost.
+            if not engine.healthy and not isinstance(error, LearnerLost):
                 continue
             if error is not None:
                 errors[engine.name] = error
@@ -237,6 +240,9 @@ class RoutedSampler(LoopSampler):
         await asyncio.gather(*(engine.order("retire", policy) for engine in loaded))
         if not errors:
             raise NoEngine
+        for error in errors.values():
+            if isinstance(error, LearnerLost):
+                raise error  # the run can go back to its last checkpoint
         if not loaded:
             raise next(iter(errors.values()))
         reasons = "; ".join(f"{name}: {error_line(error)}" for name, error in errors.items())
@@ -305,6 +311,9 @@ def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Atte
     ) from error
 
 
-def frozen_weights(weights: Weights) -> dict[str, npt.NDArray[Any]]:
-    """Weights that nobody can change: writable arrays are copied. Arrays from Ray are read-only already."""
+def frozen_weights(weights: Weights) -> Weights:
+    """Weights that nobody can change: writable arrays are copied. Arrays from Ray and remote weights are read-only
+    already."""
+    if isinstance(weights, RemoteWeights):
+        return weights
     return {name: np.array(array) if array.flags.writeable else array for name, array in weights.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from cotune.integrations.models.folder.folder import (
 from cotune.integrations.models.folder.kinds import auto_class
 from cotune.records.policies import ALL_LINEAR, LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Weights
+from cotune.sampling.protocol import RemoteWeights, Weights, weight_shapes
 
 
 class ModelSkeleton:
@@ -64,6 +65,8 @@ class ModelSkeleton:
 
 def check_finite(policy: PolicyRef, weights: Weights) -> None:
     """Raise RequestRefused for values that are not finite, with the name of the first tensor."""
+    if isinstance(weights, RemoteWeights) and math.isfinite(weights.norm):
+        return
     for name, array in weights.items():
         if not np.isfinite(array).all():
             raise RequestRefused(f"{policy} has values that are not finite, first in {name}.", "Do not publish it.")
@@ -81,9 +84,9 @@ def check_full(model: Any, weights: Weights) -> None:
             f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",
             "Publish all parameters of the sampler's own model, by their names.",
         )
-    for name, array in weights.items():
-        if tuple(array.shape) != tuple(parameters[name].shape):
+    for name, shape in weight_shapes(weights).items():
+        if shape != tuple(parameters[name].shape):
             raise RequestRefused(
-                f"{name} has shape {tuple(array.shape)}; the model's is {tuple(parameters[name].shape)}.",
+                f"{name} has shape {shape}; the model's is {tuple(parameters[name].shape)}.",
                 "Publish weights that were trained from the sampler's base model.",
             )

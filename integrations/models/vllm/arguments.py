@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 WORKER = "cotune.integrations.models.vllm.worker.CotuneWorker"
-BACKEND = "cotune-folder"
+BACKEND = "cotune"
 
 LEAST_SEQUENCES = 128
 """An application may make several calls of an episode at once, so an engine takes at least this many sequences."""

@@ -14,9 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
+import msgspec
+
+from cotune.errors import ConfigError, LearnerLost, RequestRefused, SamplerError, error_line
 from cotune.integrations.apps.activation import NO_ACTIVATION
-from cotune.integrations.models.engine_sampler import LoopSampler
+from cotune.integrations.cluster.weight_transfer import STALL_SECONDS, LearnerWeights
+from cotune.integrations.models.engine_sampler import BY_FILES, LoopSampler
 from cotune.integrations.models.folder.meta_model import ModelSkeleton
 from cotune.integrations.models.served_versions import BASE, Version
 from cotune.integrations.models.vllm.adapters import SharedFolders, left_in_shared_memory, write_shared
@@ -74,6 +77,7 @@ class VllmSampler(LoopSampler):
     """vLLM's AsyncLLM as a `Sampler`, made by `open`. The engine runs in other processes."""
 
     name = "vllm"
+    takes_remote_weights = True
 
     def __init__(self, skeleton: ModelSkeleton, size: EngineSize) -> None:
         """A sampler for vLLM in this process. `skeleton` checks published weights, and `size` has the number of
@@ -96,6 +100,12 @@ class VllmSampler(LoopSampler):
         self._requests_made = itertools.count(1)
         self._adapters_made = itertools.count(1)
         self._replaced: set[PolicyRef] = set()
+        self._receives = True
+        """Whether the learner may send full weights to the workers."""
+        self._failed_learners: set[str] = set()
+        """Addresses of learners that have failed to do so."""
+        self._by_files = 0
+        """Number of publications by files that the learner could have sent."""
         self._llm: Any = None
 
     @classmethod
@@ -183,6 +193,8 @@ class VllmSampler(LoopSampler):
             from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+            # With several replicas in one engine, vLLM returns the answers of the first one only.
+            self._receives = self._llm.vllm_config.parallel_config.data_parallel_size == 1
 
     async def _generate(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
@@ -278,8 +290,9 @@ class VllmSampler(LoopSampler):
             await self._freed.wait()
 
     async def _load_full(self, policy: PolicyRef, weights: Weights) -> Version:
-        """Replace the weights of the engine. A failure in between breaks the engine: some workers may have the new
-        weights.
+        """Replace the weights of the engine: the learner sends them to the workers, or they are loaded from files.
+
+        A failure to load the files breaks the engine: some workers may have the new weights.
         """
         if not self._full:
             raise RequestRefused(
@@ -292,9 +305,10 @@ class VllmSampler(LoopSampler):
                 f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
                 "Open an engine for each policy that is trained in full.",
             )
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        folder = await asyncio.to_thread(write_shared, self._folders, str(policy), policy, weights, None)
+        sendable = weights if isinstance(weights, LearnerWeights) else None
+        folder = None
+        if sendable is None or not self._receives or sendable.address in self._failed_learners:
+            folder = await self._write(policy, weights)
         try:
             # Refuse new requests of all served versions, and wait until their last request has ended.
             self._replaced |= {version.policy for version in self._versions.all()}
@@ -302,20 +316,64 @@ class VllmSampler(LoopSampler):
             while any(version.running for version in ending):
                 await asyncio.sleep(0.01)
             await self._llm.pause_generation(mode="wait", clear_cache=True)
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(folder)}))
-            await self._llm.finish_weight_update()
+            loaded = ""
+            if folder is None and sendable is not None:
+                loaded = await self._receive(policy, sendable)
+            if not loaded:
+                self._by_files += sendable is not None
+                loaded = await self._load_files(folder or await self._write(policy, weights))
             await self._llm.reset_prefix_cache()
             await self._llm.resume_generation()
-            return Version(policy, _same_answer(await self._ask("cotune_weights")))
+            return Version(policy, loaded)
         except Exception as error:
             lost = SamplerError(
                 f"{policy} arrived in part only, and the engine's weights are lost: {error_line(error)}.", _REOPEN
             )
             self._fail(lost)
+            if isinstance(error, LearnerLost):
+                raise  # the run can go back to its last checkpoint
             raise lost from error
         finally:
             self._folders.remove(str(policy))
+
+    async def _receive(self, policy: PolicyRef, weights: LearnerWeights) -> str:
+        """Let the learner send weights to all workers. Returns the fingerprint that all of them computed.
+
+        If it is not the learner's, or a worker failed, this returns "", and the engine uses files for this learner from
+        now on: another failure may again take as long as the limits of a transfer.
+        """
+        workers = self._llm.vllm_config.parallel_config.world_size
+        ticket = weights.ticket(workers, "cuda" if on_gpu() else "cpu")
+        sending = weights.send(ticket)
+        answers = await self._ask("cotune_receive", ticket)
+        if {fingerprint for fingerprint, _ in answers} == {weights.fingerprint}:
+            return weights.fingerprint
+
+        cause = "other values arrived than were sent"
+        for _, error in answers:
+            cause = error or cause
+        try:
+            await asyncio.wait_for(sending, STALL_SECONDS)
+        except Exception as error:  # noqa: BLE001
+            cause += f" (the learner: {error_line(getattr(error, 'cause', None) or error)})"
+        self._failed_learners.add(weights.address)
+        log.warning(
+            "%s and later versions of this learner are published by files, which takes longer: %s.", policy, cause
+        )
+        return ""
+
+    async def _write(self, policy: PolicyRef, weights: Weights) -> Path:
+        """Write full weights into a folder that all workers can read."""
+        return await asyncio.to_thread(write_shared, self._folders, str(policy), policy, weights, None)
+
+    async def _load_files(self, folder: Path) -> str:
+        """Let all workers load full weights from a folder. Returns their fingerprint."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(folder)}))
+        await self._llm.finish_weight_update()
+        return _same_answer(await self._ask("cotune_weights"))
 
     async def _sleep(self, keep_weights: bool) -> None:
         """Free the engine's GPU memory, of the cache alone with `keep_weights`. On a CPU it only pauses."""
@@ -392,10 +450,13 @@ class VllmSampler(LoopSampler):
 
     async def _info(self) -> SamplerInfo:
         try:
-            await self._llm.is_paused()  # the engine's loop answers this, and only while the engine runs
+            # The engine's loop answers this, and only while the engine runs. It is busy while full weights are loaded.
+            if not (self._full and self._versions.lock.locked()):
+                await self._llm.is_paused()
         except Exception as error:
             raise self._failed(error) from error
-        return await super()._info()
+        info = await super()._info()
+        return msgspec.structs.replace(info, counters={BY_FILES: self._by_files}) if self._by_files else info
 
     async def _unload(self, version: Version) -> None:
         if version.target is not None:
@@ -403,7 +464,7 @@ class VllmSampler(LoopSampler):
             self._published_slots.pop(version.target.lora_int_id, None)
             self._folders.remove(version.target.lora_name)
 
-    async def _ask(self, method: str, *arguments: Any) -> list[str]:
+    async def _ask(self, method: str, *arguments: Any) -> list[Any]:
         return await self._llm.collective_rpc(method, args=arguments)
 
     async def _close(self) -> None:

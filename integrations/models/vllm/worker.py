@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -22,6 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.lora.peft_helper import PEFTHelper
 
+from cotune.errors import error_line
+from cotune.integrations.cluster.weight_transfer import Receiver, Ticket
 from cotune.integrations.models.vllm.adapters import read_weights
 from cotune.integrations.models.vllm.arguments import BACKEND
 from cotune.integrations.models.vllm.slots import slot_digest
@@ -36,8 +40,12 @@ class CotuneWorker:
 
     model_runner: Any
     weight_transfer_engine: Any
+    rank: int
     device: torch.device
+    vllm_config: Any
     wake_up: Any
+    start_weight_update: Any
+    finish_weight_update: Any
 
     def cotune_adapter(self, lora_id: int, folder: str) -> str:
         """Compute the fingerprint of a folder, after a check that the adapter in this engine has the same values.
@@ -109,8 +117,27 @@ class CotuneWorker:
         return digest.hexdigest()
 
     def cotune_weights(self) -> str:
-        """The fingerprint of the full weights that this worker has loaded last."""
+        """The fingerprint of the full weights that this worker has loaded from files last."""
         return self.weight_transfer_engine.loaded
+
+    def cotune_receive(self, ticket: Ticket) -> tuple[str, str]:
+        """Replace the full weights by those that the learner sends for this ticket.
+
+        Returns the fingerprint of the tensors that arrived, and "", or "" and the cause of a failure. It raises no
+        error: vLLM would leave the answers of the other workers unread, and take them for answers to the next call.
+        """
+        try:
+            receiver = Receiver(ticket, self.rank + 1, self.device)
+            self.start_weight_update()
+            try:
+                with set_current_vllm_config(self.vllm_config), closing(receiver.tensors()) as tensors:
+                    self.weight_transfer_engine.load(tensors)
+            finally:
+                # After a failure too, so that an update from files can begin.
+                self.finish_weight_update()
+            return receiver.fingerprint(), ""
+        except Exception as error:  # noqa: BLE001
+            return "", error_line(error)
 
 
 def _as_loaded(name: str, array: Any, dtype: torch.dtype, scale: float) -> torch.Tensor:
@@ -144,8 +171,9 @@ class Folder(WeightTransferUpdateInfo):
     path: str
 
 
-class FolderWeights(WeightTransferEngine[NoInit, Folder]):
-    """A weight transfer of vLLM from a folder that every worker can read, such as shared memory on one machine."""
+class PublishedWeights(WeightTransferEngine[NoInit, Folder]):
+    """A weight transfer of vLLM from the learner (`CotuneWorker.cotune_receive`), or from a folder that every worker
+    can read, such as shared memory on one machine."""
 
     init_info_cls = NoInit
     update_info_cls = Folder
@@ -164,19 +192,23 @@ class FolderWeights(WeightTransferEngine[NoInit, Folder]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Folder) -> None:
         """Load the weights of a folder. Raises RuntimeError if they lack a parameter of the model."""
         self.loaded = ""
         weights = read_weights(Path(update_info.path))
-        loaded_names = self.model.load_weights((name, torch.from_numpy(array)) for name, array in weights.items())
+        self.load((name, torch.from_numpy(array)) for name, array in weights.items())
+        self.loaded = fingerprint(weights)
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors by name. Raises RuntimeError if they lack a parameter of the model."""
+        loaded_names = self.model.load_weights(tensors)
         if loaded_names is not None:
             missing = sorted(self._expected - set(loaded_names))
             if missing:
                 raise RuntimeError(f"no weights for {missing[:3]}")
-        self.loaded = fingerprint(weights)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -191,4 +223,4 @@ class FolderWeights(WeightTransferEngine[NoInit, Folder]):
         pass
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, FolderWeights)
+WeightTransferEngineFactory.register_engine(BACKEND, PublishedWeights)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cotune.errors import RequestRefused, SamplerError
+from cotune.integrations.models.engine_sampler import BY_FILES
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
@@ -102,6 +103,7 @@ class FakeEngine:
         self.cancelled = 0
         self.closed = False
         self.asleep = False
+        self.by_files = 0
         self._end = asyncio.Event()
 
     async def sample(
@@ -154,7 +156,8 @@ class FakeEngine:
     async def info(self) -> SamplerInfo:
         await self._control()
         served = {key: digest for key, (digest, _) in self.has.items()}
-        return SamplerInfo(name="fake", max_model_len=self.site.max_model_len, served=served)
+        counters = {BY_FILES: self.by_files}
+        return SamplerInfo(name="fake", max_model_len=self.site.max_model_len, served=served, counters=counters)
 
     async def sleep(self, keep_weights: bool = False) -> None:
         await self._control()

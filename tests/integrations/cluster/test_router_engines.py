@@ -20,8 +20,9 @@ from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, Sampler, SamplingParams
-from tests.integrations.models.samplers.test_contract import LORA, Reference, reference  # noqa: F401
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams, fingerprint
+from tests.integrations.models.samplers.test_contract import LORA, Reference, parameters, reference, tuned  # noqa: F401
+from tests.integrations.models.samplers.weight_sender import offered, senders
 
 pytestmark = pytest.mark.slow
 
@@ -170,6 +171,33 @@ def test_ray_actors_are_broken_in_the_middle_of_a_burst(
         assert counters["failed"] == 0
         assert largest_gap(reference, await burst(sampler, 12)) < 1e-4
         await cancelled_everywhere(sampler)
+        await sampler.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_engine_has_both_live_full_versions_of_a_learner_that_is_lost(
+    ray_runtime: str,
+    reference: Reference,  # noqa: F811
+) -> None:
+    factory = "cotune.integrations.models.transformers.sampler:TransformersSampler.open"
+    make = functools.partial(start_sampler, factory, {"model": str(reference.folder), "host": "thread"})
+    versions = [parameters(tuned(reference, seed)) for seed in (1, 2)]
+    refs = [PolicyRef("ahead", number) for number in (1, 2)]
+
+    async def scenario() -> None:
+        sampler = await open_quick([make])
+        with senders() as group:
+            for ref, weights in zip(refs, versions, strict=True):
+                await sampler.publish(ref, await asyncio.to_thread(offered, group, weights))
+        os.kill(replicas(sampler)[0].engine.sampler._process.pid, signal.SIGKILL)
+
+        async def restarted() -> bool:
+            return sampler.counters["restarts"] == 1 and replicas(sampler)[0].state == "healthy"
+
+        await until(restarted)
+        served = (await replicas(sampler)[0].engine.info()).served
+        assert served == {str(ref): fingerprint(weights) for ref, weights in zip(refs, versions, strict=True)}
         await sampler.aclose()
 
     asyncio.run(scenario())

@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from cotune.errors import RequestRefused, SyncError
+from cotune.errors import LearnerLost, RequestRefused, SyncError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import fingerprint
+from cotune.sampling.protocol import RemoteWeights, fingerprint
 from tests.integrations.cluster.fake_engines import BASE_MARK, Site, weights_of
 from tests.integrations.cluster.routed import ROLE, fault, mark, marks, routed
 
@@ -113,6 +113,75 @@ def test_a_restarted_engine_has_all_live_versions_before_it_takes_requests(caplo
         "Engine engine-0 is restarted in 1 s (1 of 5).",
         "Engine engine-0 is back, with 2 published versions.",
     ]
+
+
+class InLearner(RemoteWeights):
+    """Weights that each engine fetches when it loads them."""
+
+    def __init__(self, mark: int) -> None:
+        super().__init__(fingerprint(weights_of(mark)), float(mark), {"w": (1,)})
+        self._mark = mark
+        self.read = 0
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        self.read += 1
+        return weights_of(self._mark)[name]
+
+
+def test_engines_alone_read_weights_of_the_learner_and_a_restarted_one_reads_them_again() -> None:
+    site = Site(2)
+
+    async def scenario(router: RoutedSampler) -> None:
+        weights = InLearner(11)
+        assert await router.publish(ROLE, weights) == weights.fingerprint
+        assert set(await marks(router, 4, ROLE)) == {11}
+        reads_of_two = weights.read
+        await router.publish(ROLE, weights)
+        assert weights.read == reads_of_two  # the version is known by its fingerprint
+        site.now(0).break_down("dead")
+        await asyncio.sleep(30)
+        assert site.now(0).has == {"planner@1": (weights.fingerprint, 11)}
+        assert weights.read == reads_of_two * 3 // 2
+
+    routed(site, scenario)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_weights_that_one_engine_cannot_read_as_the_learner_is_lost_are_served_by_none(breaks: bool) -> None:
+    site = Site(2)
+
+    class Lost(InLearner):
+        def __getitem__(self, name: str) -> np.ndarray:
+            array = super().__getitem__(name)
+            if self.read == 2:  # the first engine has read before, and reads again later
+                if breaks:
+                    site.now(1).break_down("dead")
+                raise LearnerLost("The learner's machine is lost.", "Open a new learner.")
+            return array
+
+    async def scenario(router: RoutedSampler) -> None:
+        with pytest.raises(LearnerLost, match="machine is lost"):
+            await router.publish(ROLE, Lost(11))
+        assert (site.now(0).has, site.now(1).has, dict((await router.info()).served)) == ({}, {}, {})
+
+    routed(site, scenario)
+
+
+def test_publications_by_files_are_counted_also_of_an_engine_that_has_restarted() -> None:
+    site = Site(2)
+
+    async def scenario(router: RoutedSampler) -> None:
+        for version, by_files, expected in ((1, 0, 0), (2, 1, 1), (3, 2, 2), (4, 2, 2)):
+            site.now(1).by_files = by_files
+            await router.publish(PolicyRef("planner", version), InLearner(version))
+            assert router.counters["published_by_files"] == expected
+        site.now(1).break_down("dead")
+        await asyncio.sleep(30)
+        site.now(1).by_files = 1
+        await router.publish(PolicyRef("planner", 5), InLearner(5))
+        assert (await router.info()).counters["published_by_files"] == 3
+
+    routed(site, scenario)
 
 
 def test_a_version_published_while_an_engine_restarts_reaches_it() -> None:

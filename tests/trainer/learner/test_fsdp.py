@@ -12,13 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 import ray
+import torch
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
 from cotune.integrations.cluster import worker_group
+from cotune.integrations.cluster.weight_transfer import LearnerWeights, Receiver
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
+from cotune.sampling.protocol import fingerprint, weights_norm
 from cotune.trainer.learner.batching import passes_of_rank, rank_parts
 from cotune.trainer.learner.fsdp.worker import pack_rows
 from cotune.trainer.learner.local import LocalLearner
@@ -73,6 +76,28 @@ def test_parts_are_of_like_size_and_keep_prompts_together_where_they_can():
     alone = make_rows(groups=1, k=9, prompt=(2, 2), response=(6, 6))
     assert [len(part) for part in rank_parts(alone, range(9), 3, shared=True)] == [3, 3, 3]
     assert sorted(map(len, rank_parts(alone, range(1), 3, shared=True))) == [0, 0, 1]
+
+
+# -- full weights for engines
+
+
+def test_full_weights_are_read_and_sent_from_rank_0_also_after_an_update(base, two_ranks):
+    learner = two_ranks.learner(base, policies_for("full", ["a"], SMALL), FAST, LossSpec())
+    start = snapshot(LocalLearner.open(base, policies_for("full", ["a"], SMALL), FAST, LossSpec()), "a")
+    weights = learner.weights("a")
+    assert isinstance(weights, LearnerWeights)
+    assert (fingerprint(weights), weights_norm(weights)) == (fingerprint(start), weights_norm(start))
+    learner.update("a", make_rows())
+    assert fingerprint(learner.weights("a")) != weights.fingerprint
+
+    # The rank sends and Ray returns the old version, as an engine needs it that restarts meanwhile.
+    assert same(dict(weights), start)
+    ticket = weights.ticket(1, "cpu")
+    sending = weights.send(ticket)
+    receiver = Receiver(ticket, 1, torch.device("cpu"))
+    assert same({name: tensor.numpy() for name, tensor in receiver.tensors()}, start)
+    assert receiver.fingerprint() == weights.fingerprint
+    assert ray.get(sending) is None
 
 
 # -- equal to the local learner

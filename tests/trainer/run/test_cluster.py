@@ -132,6 +132,29 @@ def test_a_workflow_without_an_import_path_is_refused_before_work(ray_runtime: s
         trainer(application(first=letters, second=letters), cluster=CLUSTER, **SETTINGS)
 
 
+@pytest.mark.long  # `test_vllm_full_weights.py` has an engine and a learner that dies, the test above a run and one
+@pytest.mark.timeout(900)
+def test_full_weights_of_a_learner_that_is_killed_while_it_publishes_go_to_vllm_by_files(
+    ray_runtime: str, trainer: Trainer, learners: list[FsdpLearner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, asked = FsdpLearner.weights, itertools.count(1)
+
+    def weights(learner: FsdpLearner, policy: str) -> Any:
+        gathered = original(learner, policy)
+        if next(asked) == 3:  # in the third step
+            os.kill(learners[-1]._ranks.workers.processes[0], signal.SIGKILL)
+        return gathered
+
+    monkeypatch.setattr(FsdpLearner, "weights", weights)
+    policy = [{"name": "both", "roles": ["first", "second"], "kind": "full"}]
+    settings = {name: value for name, value in SETTINGS.items() if name not in ("policies", "engine")}
+    cluster = {**CLUSTER, "rollout_workers": 1}
+    assert trainer(worker_app.solve, steps=3, engine="vllm", policy=policy, cluster=cluster, **settings).finished
+    assert trainer.said.count("Restarting it from the last checkpoint (1 of 3)") == 1
+    assert [line["counters"].get("published_by_files", 0) for line in trainer.metrics()] == [0, 0, 1]
+    assert audit(trainer.folder / "run", 3) == (0, 0, 0)
+
+
 def test_full_weights_in_vllm_are_refused_in_mode_async(ray_runtime: str, trainer: Trainer) -> None:
     with pytest.raises(ConfigError, match="it holds one version only"):
         trainer(worker_app.solve, cluster=CLUSTER, engine="vllm", policies="full", mode="async")

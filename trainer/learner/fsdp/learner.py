@@ -16,6 +16,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.config.cluster import CPUS, ClusterConfig
 from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, LearnerError, LearnerLost
+from cotune.integrations.cluster.weight_transfer import LearnerWeights
 from cotune.integrations.cluster.worker_group import WorkerGroup, WorkersClosed, WorkersLost
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
@@ -60,7 +61,7 @@ class Ranks:
         # Rank 0 serves a store on its machine, in which the ranks find each other.
         try:
             port = ranks.call("listen", workers.host, HANG_SECONDS)
-            ranks.call("join", workers.host, port, device, HANG_SECONDS)
+            ranks.call("join", workers.host, port, device, HANG_SECONDS, cluster.shares_gpu)
         except BaseException:
             workers.close()
             raise
@@ -71,6 +72,12 @@ class Ranks:
         LearnerError."""
         with _as_learner_errors():
             return self.workers.call(method, *arguments, timeout=self._timeout)
+
+    def offer(self, policy: str) -> LearnerWeights:
+        """Gather the full weights of a policy in Ray's object store. Raises the same errors as `call`."""
+        with _as_learner_errors():
+            stored, offer = self.workers.call_and_store("offer", policy, timeout=self._timeout)
+            return LearnerWeights(offer, stored, self.workers.aside("send"))
 
 
 @contextmanager
@@ -148,7 +155,13 @@ class FsdpLearner:
         return figures
 
     def weights(self, policy: str) -> Weights:
-        """Trainable weights as fp32 arrays, gathered from all ranks: names as of `LocalLearner.weights`."""
+        """Trainable weights as fp32 arrays, gathered from all ranks: names as of `LocalLearner.weights`.
+
+        Full weights stay on the machine of rank 0 until they are read or sent (`LearnerWeights`).
+        """
+        self._check(policy)
+        if self._specs[policy].kind == "full":
+            return self._ranks.offer(policy)
         return {name: np.array(array) for name, array in self._ask(policy, "weights").items()}
 
     def adopt(self, policy: str, weights: Weights) -> None:

@@ -24,9 +24,12 @@ from torch.distributed.fsdp import (
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.config.learner import LearnerSettings
+from cotune.integrations.cluster import weight_transfer
+from cotune.integrations.cluster.weight_transfer import Offer, Ticket
 from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.records.policies import Policies
+from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.learner.fsdp.loading import open_divided
 from cotune.trainer.learner.load import allow_tf32, needing_untrained, open_policy_models
@@ -110,6 +113,10 @@ class FsdpWorker:
     order. Rows are passed as bytes (`pack_rows`)."""
 
     _learner: LocalLearner
+    _address: tuple[str, int]
+    _shares_gpu: bool
+    _sends_from: torch.device
+    """The device from which weights are sent to engines: the GPU over NCCL, the CPU over gloo."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -125,8 +132,13 @@ class FsdpWorker:
         self._store = dist.TCPStore(host, 0, self._size, is_master=True, timeout=wait, wait_for_workers=False)
         return int(self._store.port)
 
-    def join(self, host: str, port: int, device: str, seconds: float) -> None:
-        """Form the process group: NCCL between GPUs and gloo between CPUs. `seconds` bounds every exchange."""
+    def join(self, host: str, port: int, device: str, seconds: float, shares_gpu: bool = False) -> None:
+        """Form the process group: NCCL between GPUs and gloo between CPUs. `seconds` bounds every exchange.
+
+        `shares_gpu` says whether an engine computes on the same GPU: NCCL does not work between both.
+        """
+        self._address = (host, port)
+        self._shares_gpu = shares_gpu
         wait = timedelta(seconds=seconds)
         store = self._store or dist.TCPStore(host, port, self._size, is_master=False, timeout=wait)
         self._device = _device_type(device)
@@ -157,6 +169,20 @@ class FsdpWorker:
         opened = open_divided(load, lambda models: shard_policies(models, mesh, settings.precision), self._device)
         use_threads_for(opened, settings)
         self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own, seed)
+        over_nccl = self._device == "cuda" and not self._shares_gpu
+        self._sends_from = torch.device("cuda", torch.cuda.current_device()) if over_nccl else torch.device("cpu")
+
+    def offer(self, policy: str) -> tuple[Weights, Offer] | None:
+        """Gather the full weights of a policy on rank 0, and return them with their facts."""
+        weights = self._learner.weights(policy)
+        if self._rank:
+            return None
+        host, port = self._address
+        return weights, Offer.of(weights, host, port, self._sends_from.type)
+
+    def send(self, weights: Weights, ticket: Ticket) -> None:
+        """Send weights from rank 0 to the workers of an engine. This may run beside other calls."""
+        weight_transfer.send(weights, ticket, self._sends_from)
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:
         return dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))

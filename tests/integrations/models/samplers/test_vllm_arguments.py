@@ -39,7 +39,7 @@ def planned(folder: Path, size: EngineSize, user: dict[str, Any], *, on_gpu: boo
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    # FolderWeights and CotuneWorker are registered in vLLM's workers, which do not start here.
+    # PublishedWeights and CotuneWorker are registered in vLLM's workers, which do not start here.
     arguments = engine_arguments(str(folder), size, user, gpu=on_gpu)
     context = UsageContext.LLM_CLASS if on_gpu else UsageContext.ENGINE_CONTEXT
     return AsyncEngineArgs(**arguments).create_engine_config(context)
@@ -114,7 +114,7 @@ def test_engines_of_several_gpus_start_their_own_workers() -> None:
 
 def test_an_engine_of_full_weights_has_no_adapters() -> None:
     arguments = engine_arguments("m", EngineSize(full=True), {}, gpu=False)
-    assert arguments["weight_transfer_config"] == {"backend": "cotune-folder"}
+    assert arguments["weight_transfer_config"] == {"backend": "cotune"}
     assert "enable_lora" not in arguments
 
 

@@ -8,24 +8,35 @@ from typing import Any
 
 import msgspec
 
+from cotune.integrations.models.served_versions import Version
 from cotune.integrations.models.vllm.engine import VllmSampler
-from cotune.sampling.protocol import SamplerInfo
+from cotune.records.structs import PolicyRef
+from cotune.sampling.protocol import SamplerInfo, Weights
 from tests.integrations.models.samplers.vllm_server import IN_CORE
 
 _WORKER = {"worker_extension_cls": "tests.integrations.models.samplers.vllm_probe_worker.ProbeWorker"}
 
 
 class Probe(VllmSampler):
-    """`info().counters` holds the adapters in the engine, the requests of its last step, this process, and how many of
-    cotune's finders stand on the path of imports in this process and in the workers."""
+    """`info().counters` also holds the adapters in the engine, the requests of its last step, this process, how many of
+    cotune's finders stand on the path of imports in this process and in the workers, and with full weights the
+    beginning of the model's digest. It lets the learner send full weights even if it failed before."""
+
+    async def _load_full(self, policy: PolicyRef, weights: Weights) -> Version:
+        self._failed_learners.clear()
+        return await super()._load_full(policy, weights)
 
     async def _info(self) -> SamplerInfo:
         loras = set() if self._full else await self._llm.list_loras()
-        (requests,) = await self._ask("cotune_requests")
+        requests = (await self._ask("cotune_requests"))[0]
         here = sum(type(finder).__module__.startswith("cotune") for finder in sys.meta_path)
         counters = {"adapters": len(loras), "requests": requests, "pid": os.getpid()}
         counters["finders"] = here + sum(await self._ask("cotune_finders"))
-        return msgspec.structs.replace(await super()._info(), counters=counters)
+        if self._full:
+            digests = await self._ask("cotune_model")
+            counters["model"] = int("".join(digests)[:12], 16)
+        info = await super()._info()
+        return msgspec.structs.replace(info, counters={**info.counters, **counters})
 
 
 class Spoiled(Probe):

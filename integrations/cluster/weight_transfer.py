@@ -1,0 +1,236 @@
+"""Full weights go from a learner straight to the workers of a vLLM engine, over torch.distributed.
+
+Rank 0 of the learner leaves the gathered weights in Ray's object store, on its machine. The run and the router pass on
+`LearnerWeights`: a reference to the weights, and their fingerprint. An engine that publishes them asks rank 0 to send
+them to its workers (`send`, `Receiver`). Rank 0 keeps no versions: it can send each one that a reference exists for,
+at any time, also to an engine that has restarted.
+
+Each transfer has a process group of its own: rank 0 is the learner, and the other ranks are the workers of one engine.
+It uses NCCL if both sides compute on GPUs of their own, and gloo otherwise. Each wait has a limit, so a side that is
+lost is an error on the other sides. The engine then reads the same weights from Ray's object store and gives them to
+its workers as files. That needs the machine of rank 0, but not its process.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypedDict
+
+import msgspec
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cotune.errors import LearnerLost, error_line
+from cotune.sampling.protocol import (
+    Fingerprint,
+    RemoteWeights,
+    Shape,
+    Weights,
+    fingerprint,
+    weight_shapes,
+    weights_norm,
+)
+
+CONNECT_SECONDS = 10.0
+"""How long connecting to rank 0 may take. torch tries twice."""
+STALL_SECONDS = 30.0
+"""How long joining the group or one tensor may take."""
+FETCH_SECONDS = 600.0
+"""How long Ray may take to bring weights from the learner's machine to this one."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """The facts of weights that rank 0 can send, and the address of its TCPStore. `device` is "cuda" if it can send
+    over NCCL."""
+
+    fingerprint: str
+    norm: float
+    shapes: dict[str, Shape]
+    host: str
+    port: int
+    device: str
+
+    @classmethod
+    def of(cls, weights: Weights, host: str, port: int, device: str) -> Offer:
+        """Compute the facts of float32 weights."""
+        return cls(fingerprint(weights), weights_norm(weights), dict(weight_shapes(weights)), host, port, device)
+
+
+class Ticket(TypedDict):
+    """All that the ranks of one transfer agree on, as plain data for vLLM's calls of its workers."""
+
+    id: str
+    host: str
+    port: int
+    workers: int
+    backend: str
+    shapes: dict[str, Shape]
+
+
+def new_ticket(offer: Offer, workers: int, device: str) -> Ticket:
+    """Describe a transfer to so many workers, which compute on "cuda" or "cpu"."""
+    return {
+        "id": uuid.uuid4().hex,
+        "host": offer.host,
+        "port": offer.port,
+        "workers": workers,
+        "backend": "nccl" if device == offer.device == "cuda" else "gloo",
+        "shapes": offer.shapes,
+    }
+
+
+class LearnerWeights(RemoteWeights):
+    """Full weights in Ray's object store, which rank 0 of the learner can also send. Ray can pickle it.
+
+    `stored` is Ray's reference to the arrays. `send` asks rank 0 to send them: it takes `stored` and a ticket, and
+    returns Ray's reference to the answer.
+    """
+
+    def __init__(self, offer: Offer, stored: Any, send: Callable[[Any, Ticket], Any]) -> None:
+        super().__init__(offer.fingerprint, offer.norm, offer.shapes)
+        self._offer = offer
+        self._stored = stored
+        self._send = send
+        self._arrays: Weights | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LearnerWeights, (self._offer, self._stored, self._send)
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        """Raises LearnerLost if Ray cannot bring the arrays, because the learner's machine is lost."""
+        if self._arrays is None:
+            import ray
+
+            try:
+                self._arrays = ray.get(self._stored, timeout=FETCH_SECONDS)
+            except ray.exceptions.RayError as error:
+                raise LearnerLost(
+                    f"The learner's weights cannot be read from Ray's object store: {error_line(error)}.",
+                    "Open a new learner and load the last checkpoint.",
+                ) from error
+        return self._arrays[name]
+
+    @property
+    def address(self) -> str:
+        """The address of rank 0. Each learner has another one."""
+        return f"{self._offer.host}:{self._offer.port}"
+
+    def ticket(self, workers: int, device: str) -> Ticket:
+        """Describe a transfer of these weights: see `new_ticket`."""
+        return new_ticket(self._offer, workers, device)
+
+    def send(self, ticket: Ticket) -> Any:
+        """Ask rank 0 to send the weights to the workers that join with this ticket. Returns Ray's reference to its
+        answer, which is None once all is sent."""
+        return self._send(self._stored, ticket)
+
+
+def send(weights: Weights, ticket: Ticket, device: torch.device) -> None:
+    """Send weights from rank 0. `device` is the GPU to send from over NCCL. Raises an error if a worker is lost."""
+    with transfer_group(ticket, 0, device) as group:
+        for name in sorted(ticket["shapes"]):
+            group.broadcast(torch.tensor(weights[name], dtype=torch.float32, device=group.device))
+
+
+class Receiver:
+    """Receives the weights of a ticket in one worker, `rank` from 1, whose model is on `device`."""
+
+    def __init__(self, ticket: Ticket, rank: int, device: torch.device) -> None:
+        self._ticket = ticket
+        self._rank = rank
+        self._device = device
+        self._fingerprint = Fingerprint()
+
+    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
+        """Receive the tensors by name, in the order of names. Raises an error if the learner or a worker is lost."""
+        with transfer_group(self._ticket, self._rank, self._device) as group:
+            for name, shape in sorted(self._ticket["shapes"].items()):
+                tensor = torch.empty(tuple(shape), dtype=torch.float32, device=group.device)
+                group.broadcast(tensor)
+                self._fingerprint.add(name, tensor.cpu().numpy())
+                yield name, tensor
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the tensors that were received."""
+        return self._fingerprint.hexdigest()
+
+
+class TransferGroup:
+    """The process group of one transfer. Its tensors are on `device`.
+
+    The group is not registered in torch.distributed, whose default group belongs to the learner or to vLLM.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group = group
+        self.device = device
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send a tensor from rank 0 to all others, in place, and wait until it has arrived. Raises an error if a rank
+        is lost or does not take part in time."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=STALL_SECONDS)
+        self._group.broadcast([tensor], options).wait(timedelta(seconds=STALL_SECONDS))
+
+
+@contextmanager
+def transfer_group(ticket: Ticket, rank: int, device: torch.device) -> Iterator[TransferGroup]:
+    """Join the process group of a transfer, and leave it together with the others. An error on one rank breaks the
+    connections of all."""
+    store = dist.PrefixStore(f"transfer/{ticket['id']}", connect_store(ticket["host"], ticket["port"]))
+    size = ticket["workers"] + 1
+
+    def meet(event: str) -> None:
+        store.set(f"{event}/{rank}", "")
+        store.wait([f"{event}/{other}" for other in range(size)], timedelta(seconds=STALL_SECONDS))
+
+    meet("joined")  # NCCL would wait for a missing rank without a limit
+    if ticket["backend"] == "gloo":
+        wait = timedelta(seconds=STALL_SECONDS)
+        yield TransferGroup(dist.ProcessGroupGloo(store, rank, size, wait), torch.device("cpu"))
+        meet("done")  # a rank that leaves closes its connections
+        return
+
+    # NCCL connects from the thread's current GPU, which is the first one in a new thread.
+    with torch.cuda.device(device):
+        group = _nccl_group(store, rank, size)
+        try:
+            yield TransferGroup(group, device)
+            meet("done")
+        except BaseException:
+            group.abort()
+            raise
+        group.shutdown()
+
+
+def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
+    """A group of NCCL whose errors are raised by `wait`.
+
+    By default NCCL's errors are asynchronous: `wait` only orders streams, and a thread of torch that finds an error
+    later ends the process. torch reads the variable below when a group is made.
+    """
+    variable = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=STALL_SECONDS)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def connect_store(host: str, port: int) -> dist.TCPStore:
+    """Connect to rank 0's store. Each transfer needs a connection of its own: a wait blocks all other calls."""
+    wait = timedelta(seconds=CONNECT_SECONDS)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
