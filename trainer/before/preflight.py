@@ -105,12 +105,14 @@ async def preflight(
     for outcome in outcomes:
         unknown_components.update(outcome.unknown)
     takes_rewards = any(recipe.takes_rewards for recipe, _ in recipes.by_recipe(policies.learning))
-    if takes_rewards and not any(rewards_of_episodes):
+    if takes_rewards and not any(rewards_of_episodes) and unknown_components:
+        names = ", ".join(sorted(unknown_components))
+        notes.append(f"the outcome ({names}) of all {len(outcomes)} episodes is unknown: they would be left out")
+    elif takes_rewards and not any(rewards_of_episodes) and not any(rewards.values()):
+        # Under plan tree a scorer may reward later answers. An episode that made too many calls may end well once the
+        # policy has learned to stop.
         has_endless_episode = any(isinstance(outcome.error, TooManyCalls) for outcome in outcomes)
-        if unknown_components:
-            names = ", ".join(sorted(unknown_components))
-            notes.append(f"the outcome ({names}) of all {len(outcomes)} episodes is unknown: they would be left out")
-        elif plan.kind != "tree" and not any(rewards.values()) and not has_endless_episode:
+        if plan.kind != "tree" and not has_endless_episode:
             raise WorkflowError(
                 f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
                 f"Return a reward, add @{workflow.name}.judge, or use --plan tree where the roles have scorers.",

@@ -109,11 +109,7 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     # 2. Measure its loss by fresh forks, as the forks that chose the call overstate it.
     block = blocks[decision.call]
     fresh = min(forking.fresh_made(decision.call) + fresh_forks(search, decision.call), FRESH)
-    before = await forking.fork_fresh(block, fresh)
-    after: list[float] | None = None  # None: the call is the last one.
-    if decision.call + 1 < len(blocks):
-        next_block = blocks[decision.call + 1]
-        after = await forking.fork_fresh(next_block, fresh) if can_repeat_before(calls, next_block[0]) else []
+    before, after = await forking.fork_around(decision.call, fresh, calls)
     loss = loss_interval(before, after, forking.recorded)
     measured = len(before) + len(after or ())
 
@@ -202,6 +198,22 @@ class Forking:
         if missing > 0:
             await self.fork([block] * missing, FRESH_FORK)
         return self.fresh_values(block)
+
+    async def fork_around(
+        self, index: int, number: int, calls: Sequence[CallRecord]
+    ) -> tuple[list[float], list[float] | None]:
+        """Make fresh forks before and after a block, given by its index in the episode with these `calls`.
+
+        Returns the outcomes of the forks before and after it. The second list is None for the last block of the
+        episode, and empty if the next block cannot be repeated.
+        """
+        before = await self.fork_fresh(self.blocks[index], number)
+        if index + 1 == len(self.blocks):
+            return before, None
+        next_block = self.blocks[index + 1]
+        if not can_repeat_before(calls, next_block[0]):
+            return before, []
+        return before, await self.fork_fresh(next_block, number)
 
     def fresh_values(self, block: Block) -> list[float]:
         """The outcomes of the fresh forks that were made at a block."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cotune.algorithms.goal import Goal, rewards_by_goal
+from cotune.algorithms.goal import Goal, Played, Worth, rewards_by_goal
 from cotune.algorithms.reward_bounds import reward_bounds
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import Workflow
@@ -54,33 +54,11 @@ def summarise(
     goal = goal or Goal()
     played = sink.played()
 
-    # 1. How each episode ended: its reward by the goal, and the plain sum of its outcome. The episodes of a task are
-    # ordered by their numbers, whichever ended first.
+    # 1. How the episodes of each task ended.
     by_goal = rewards_by_goal(played, goal)
-    plain_sum = rewards_by_goal(
-        [replace(one_played, samples=()) for one_played in played], Goal(on_failure=goal.on_failure)
-    )
-    first_endings: dict[str, TaskEnding] = {}
-    repeats: defaultdict[str, list[TaskEnding]] = defaultdict(list)
-    for i in sorted(range(len(played)), key=lambda i: played[i].episode.rollout):
-        episode = played[i].episode
-        ending = TaskEnding(
-            status=episode.status,
-            reward=by_goal.reward[i],
-            success=episode.solved,
-            error=episode.error,
-            seconds=episode.latency,
-            known=episode.is_outcome,
-            outcome=plain_sum.reward[i],
-            by_role=by_goal.by_role[i],
-            floored=by_goal.failed[i],
-            outcome_floored=plain_sum.failed[i],
-            calls=episode.calls,
-        )
-        if episode.task.id not in first_endings:
-            first_endings[episode.task.id] = ending
-        else:
-            repeats[episode.task.id].append(ending)
+    endings_by_task = _endings_by_task(played, by_goal, goal)
+    first_endings = {task: endings[0] for task, endings in endings_by_task.items()}
+    repeats = {task: tuple(endings[1:]) for task, endings in endings_by_task.items() if len(endings) > 1}
 
     # 2. Counts over all episodes, in the order in which they ended.
     failures: Counter[str] = Counter()
@@ -98,7 +76,7 @@ def summarise(
         opposed=by_goal.opposed,
         floor=by_goal.floor,
         endings=first_endings,
-        repeats={task: tuple(repeated) for task, repeated in repeats.items()},
+        repeats=repeats,
     )
 
     # 3. Intervals. Tasks are the observations: each counts with the mean of its episodes.
@@ -125,6 +103,33 @@ def summarise(
         roles={role: role_statistics(calls, mean_rewards.get(role)) for role, calls in sorted(calls_of_role.items())},
         pass_at=_pass_at(list(evaluation.by_task.values())) if successes else {},
     )
+
+
+def _endings_by_task(played: Sequence[Played], by_goal: Worth, goal: Goal) -> dict[str, list[TaskEnding]]:
+    """Return how the episodes of each task ended, in the order of their numbers, whichever ended first.
+
+    The reward of an ending is the one by the goal (`by_goal`), its outcome the plain sum of the episode's rewards.
+    """
+    without_samples = [replace(one_played, samples=()) for one_played in played]
+    plain_sum = rewards_by_goal(without_samples, Goal(on_failure=goal.on_failure))
+    endings: defaultdict[str, list[TaskEnding]] = defaultdict(list)
+    for i in sorted(range(len(played)), key=lambda i: played[i].episode.rollout):
+        episode = played[i].episode
+        ending = TaskEnding(
+            status=episode.status,
+            reward=by_goal.reward[i],
+            success=episode.solved,
+            error=episode.error,
+            seconds=episode.latency,
+            known=episode.is_outcome,
+            outcome=plain_sum.reward[i],
+            by_role=by_goal.by_role[i],
+            floored=by_goal.failed[i],
+            outcome_floored=plain_sum.failed[i],
+            calls=episode.calls,
+        )
+        endings[episode.task.id].append(ending)
+    return endings
 
 
 def of_role(evaluation: EvaluatedMode, role: str) -> EvaluatedMode:

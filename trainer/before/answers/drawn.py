@@ -35,16 +35,20 @@ class DrawnAnswers:
         """Answers so far by episode, role and kind: the name of a tool, the schema of a reply, or text."""
 
     def __call__(self, call: LiveCall) -> Callable[[int], Message]:
-        """The candidates of a call, by index."""
+        """A function from the index of a candidate of this call to its message."""
         function = self.function_of(call)
-        kind = function["name"] if function is not None else str(call.params.get("response_format"))
+        if function is None:
+            kind = str(call.params.get("response_format"))
+            agents = names_in(own_text(call.messages), agent_names(call))
+        else:
+            kind = function["name"]
+            agents = delegates(call, function)
         key = call.episode.id, call.role, kind
-        first = self.counts[key]
+        answers_before = self.counts[key]
         self.counts[key] += 1
-        names = names_in(own_text(call.messages), agent_names(call)) if function is None else delegates(call, function)
 
         def message(index: int) -> Message:
-            draw = Draw(self.run, call.role, first + index, names)
+            draw = Draw(self.run, call.role, answers_before + index, agents)
             if function is None:
                 return {"role": "assistant", "content": reply_text(call, draw, index)}
             return tool_call(function, draw, f"call_{call.id}_{index}")
@@ -53,15 +57,18 @@ class DrawnAnswers:
 
     def function_of(self, call: LiveCall) -> Mapping[str, Any] | None:
         """The function that the answer calls, or None for an answer in text."""
-        functions = [function_of(tool) for tool in call.tools or ()]
-        functions = [function for function in functions if function.get("name")]
+        # 1. The functions that the request allows, and whether it demands a call.
+        all_functions = [function_of(tool) for tool in call.tools or ()]
+        functions = [function for function in all_functions if function.get("name")]
         choice = call.params.get("tool_choice")
         if isinstance(choice, Mapping):
-            named = (choice.get("function") or choice).get("name")
-            functions = [function for function in functions if function["name"] == named] or functions
+            chosen_name = (choice.get("function") or choice).get("name")
+            functions = [function for function in functions if function["name"] == chosen_name] or functions
         if not functions or choice == "none":
             return None
         demanded = isinstance(choice, Mapping) or choice in ("required", "any")
+
+        # 2. The function that this run calls, as the docstring of the class says.
         usable = []
         if self.call_tools and self.run != 1:
             usable = [function for function in functions if self.may_call(call, function)]
@@ -74,12 +81,15 @@ class DrawnAnswers:
         return functions[-1] if demanded else None
 
     def may_call(self, call: LiveCall, function: Mapping[str, Any]) -> bool:
-        """Whether the role has not called the tool as often yet as it does in this run."""
-        most = 2 if self.run > 2 else 1
-        return self.counts[call.episode.id, call.role, function["name"]] < max(most, len(delegates(call, function)))
+        """Whether the role may call the tool once more in this run."""
+        most_calls = 2 if self.run > 2 else 1
+        # A tool that delegates is called once for each agent that it knows.
+        most_calls = max(most_calls, len(delegates(call, function)))
+        return self.counts[call.episode.id, call.role, function["name"]] < most_calls
 
 
 def tool_call(function: Mapping[str, Any], draw: Draw, id: str) -> Message:
+    """A message that calls a function with drawn arguments. `id` is the id of the tool call."""
     parameters = function.get("parameters") or {"type": "object"}
     arguments = draw_value(parameters, draw, str(function.get("description") or "")) or {}
     text = msgspec.json.encode(arguments).decode()

@@ -36,19 +36,27 @@ def shown_json(text: str, draw: Draw) -> str | None:
     sentence lists; None if the prompt does not ask for JSON or does not describe it."""
     if "json" not in text.lower() and '"properties"' not in text:
         return None
-    written = NOT_JSON.sub("", SKETCH.sub(as_placeholder, NOT_JSON.sub("", text)))
-    examples = sorted([*json_in(text), *json_in(written)], key=lambda example: len(json.dumps(example)))
-    schemas: list[Any] = []
-    for example in examples:
-        if isinstance(example, dict) and isinstance(example.get("properties"), dict):
-            schemas.append(example)
-    if not examples and (listed := KEYS.search(text)):
-        are_lists = listed[1].lower().startswith(("list", "array"))
-        names = re.findall(r"\b(?!and\b)\w+", listed[2])
-        examples = [{name: ["..."] if are_lists or PLURAL.search(name) else "..." for name in names}]
+    # 1. Examples, also after their descriptions and comments are made into JSON. The largest one is the last.
+    completed = NOT_JSON.sub("", SKETCH.sub(as_placeholder, NOT_JSON.sub("", text)))
+    examples = sorted([*json_in(text), *json_in(completed)], key=lambda example: len(json.dumps(example)))
+
+    # 2. Without any, the keys that a sentence lists.
+    listed_keys = KEYS.search(text)
+    if not examples and listed_keys is not None:
+        are_lists = listed_keys[1].lower().startswith(("list", "array"))
+        example: dict[str, Any] = {}
+        for name in re.findall(r"\b(?!and\b)\w+", listed_keys[2]):
+            example[name] = ["..."] if are_lists or PLURAL.search(name) else "..."
+        examples = [example]
     if not examples:
         return None
-    return json.dumps(draw_value(schemas[-1] if schemas else schema_of(examples[-1]), draw, text))
+
+    # 3. An example may itself be a schema, which then says more than any other example.
+    schema = schema_of(examples[-1])
+    for candidate in examples:
+        if isinstance(candidate, dict) and isinstance(candidate.get("properties"), dict):
+            schema = candidate
+    return json.dumps(draw_value(schema, draw, text))
 
 
 def as_placeholder(sketch: re.Match[str]) -> str:

@@ -42,9 +42,10 @@ class RecordedAnswers:
 
         Raises WorkflowError if the episode has no answer for it.
         """
-        same_task = [messages for task, messages in self.episodes if task == call.task.id]
-        recorded = same_task or [messages for _, messages in self.episodes]
-        message = recorded[run % len(recorded)].get((call.role, call.turn))
+        candidates = [messages for task, messages in self.episodes if task == call.task.id]
+        if not candidates:
+            candidates = [messages for _task, messages in self.episodes]
+        message = candidates[run % len(candidates)].get((call.role, call.turn))
         if message is None:
             raise WorkflowError(
                 f"{NO_RECORD} for turn {call.turn} of role {call.role!r}.",

@@ -59,16 +59,19 @@ class CheckResponder:
                 await asyncio.to_thread(self.meeting.wait, 1.0)  # the other run may be in another event loop
         if self.answers is None:
             return await self.model.respond(call) if self.model is not None else None
-        provided = call.role in self.provider_roles
-        if provided:
-            call.unsupported_reason = ""
-        candidates = MessageSampler(self.answers(call))
+        is_provider_role = call.role in self.provider_roles
+        if is_provider_role:
+            call.unsupported_reason = ""  # The provider may support features that policies do not.
+        sampler = MessageSampler(self.answers(call))
         policies = {call.role: PolicyRef("drawn")}
-        options = {} if provided else self.training
-        inner = PolicyResponder(cast(Sampler, candidates), candidates, policies, **options)
+        options = {} if is_provider_role else self.training
+        inner = PolicyResponder(cast(Sampler, sampler), sampler, policies, **options)
         answer = await inner.respond(call)
         assert answer is not None
-        return msgspec.structs.replace(answer, policy=None, prompt_ids=()) if provided else answer
+        if is_provider_role:
+            # An answer of a provider has no policy and no token ids.
+            return msgspec.structs.replace(answer, policy=None, prompt_ids=())
+        return answer
 
 
 class MessageSampler:

@@ -211,12 +211,16 @@ def typical_texts(name: str) -> Sequence[str]:
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
+    """The type of a schema's values: of several types the first that is not null; without a type, the one that its
+    other keywords imply."""
     kind = schema.get("type")
     if isinstance(kind, list):
-        kind = next((name for name in kind if name != "null"), "null")
-    if kind is None:
-        kind = "object" if "properties" in schema else "array" if "items" in schema else "string"
-    return str(kind)
+        return str(next((name for name in kind if name != "null"), "null"))
+    if kind is not None:
+        return str(kind)
+    if "properties" in schema:
+        return "object"
+    return "array" if "items" in schema else "string"
 
 
 def resolve_reference(reference: str, root: Any) -> Any:
