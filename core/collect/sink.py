@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from cotune.errors import ConfigError, RecordError
 from cotune.records.structs import CallRecord, Episode, Message, Record, Segment
@@ -20,9 +20,12 @@ no call needs them."""
 
 def check_rates(rates: Rates) -> Rates:
     """The sampling rates. Raises ConfigError for a rate that is not between 0 and 1."""
-    for role, rate in rates.items() if isinstance(rates, Mapping) else [("", rates)]:
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-            field = f"sample[{role!r}]" if role else "sample"
+    rate_of_field: dict[str, Any] = {"sample": rates}
+    if isinstance(rates, Mapping):
+        rate_of_field = {f"sample[{role!r}]": rate for role, rate in rates.items()}
+    for field, rate in rate_of_field.items():
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if not is_number or not 0 <= rate <= 1:
             raise ConfigError(field, rate, "must be a number from 0 to 1", "For example: sample={'planner': 0.1}")
     return rates
 
@@ -49,8 +52,12 @@ class CollectorRecords:
         self._collector = collector
         # One share decides here about the whole episode. Shares by role decide at the first call of each role; without
         # any role, everything is sent.
-        self._all = not rates if isinstance(rates, Mapping) else random.random() < rates
-        self._rates = rates if isinstance(rates, Mapping) else {}
+        self._rates: Mapping[str, float] = {}
+        if isinstance(rates, Mapping):
+            self._rates = rates
+            self._sends_all = not rates
+        else:
+            self._sends_all = random.random() < rates
         self._drawn: dict[str, bool] = {}
         """Whether the calls of a role are sent, by role."""
         self._left_out: set[str] = set()
@@ -58,10 +65,11 @@ class CollectorRecords:
         self._held: dict[str, Message | Segment] = {}
         """Messages and segments that have not been sent: a later call may need them."""
         self._size = 0
+        """Approximate size of `_held` in bytes."""
         self._lock = threading.Lock()
 
     def write(self, records: Sequence[Record]) -> None:
-        if not self._all:
+        if not self._sends_all:
             records = self._apply_rates(records)
         if records:
             self._collector.write(records)
@@ -77,6 +85,7 @@ class CollectorRecords:
         """Do nothing: the collector's spool has all records."""
 
     def _draws_role(self, role: str) -> bool:
+        """Whether the calls of a role are sent, which is drawn at its first call."""
         if role not in self._drawn:
             self._drawn[role] = random.random() < self._rates.get(role, self._rates.get("*", 1.0))
         return self._drawn[role]
@@ -86,11 +95,15 @@ class CollectorRecords:
         whole has no records."""
         sampled: list[Record] = []
         with self._lock:
-            calls = [record for record in records if isinstance(record, CallRecord)]
-            left_out = [call.id for call in calls if not (self._rates and self._draws_role(call.role))]
+            left_out: list[str] = []
+            for record in records:
+                if isinstance(record, CallRecord):
+                    is_sent = bool(self._rates) and self._draws_role(record.role)
+                    if not is_sent:
+                        left_out.append(record.id)
             self._left_out.update(left_out)
             self._collector.leave_out(len(left_out))
-            if not self._rates:
+            if not self._rates:  # the whole episode is left out
                 return sampled
             for record in records:
                 if isinstance(record, Message | Segment):
@@ -108,22 +121,27 @@ class CollectorRecords:
         return sampled
 
     def _hold(self, record: Message | Segment) -> None:
+        """Hold a message or segment back until a call needs it."""
         self._held[record.id] = record
         self._size += len(record.packed) if isinstance(record, Segment) else len(repr(record.body))
 
     def _take_held(self, names: Iterable[str | None]) -> list[Record]:
         """Remove these messages and segments from the held ones, and return them."""
-        taken: list[Record] = []
+        removed: list[Record] = []
         for name in dict.fromkeys(names):
             if name and name in self._held:
-                taken.append(self._held.pop(name))
+                removed.append(self._held.pop(name))
         if not self._held:
             self._size = 0
-        return taken
+        return removed
 
     def _take_path(self, prompt: str | None) -> list[Record]:
-        names = []
-        while prompt is not None and isinstance(segment := self._held.get(prompt), Segment):
+        """Remove the held segments of a prompt's token path, and return them."""
+        names: list[str] = []
+        while prompt is not None:
+            segment = self._held.get(prompt)
+            if not isinstance(segment, Segment):  # it was sent before
+                break
             names.append(prompt)
             prompt = segment.parent
         return self._take_held(names)

@@ -76,7 +76,7 @@ def read_prompts(path: str | Path) -> Prompts:
         field, fault = field_and_fault(error)
         raise ConfigError("prompts", str(file), f"is broken: {field} {expectation_clause(fault)}", _REMEDY) from None
     prompts = Prompts(
-        parts=tuple(_read(file, part) for part in stored.parts),
+        parts=tuple(_checked_part(file, part) for part in stored.parts),
         workflow=stored.workflow,
         models=stored.models,
         created=stored.created,
@@ -133,7 +133,7 @@ def _stored_part(part: PromptPart) -> _Part:
     )
 
 
-def _read(file: Path, part: _Part) -> PromptPart:
+def _checked_part(file: Path, part: _Part) -> PromptPart:
     """A part from the file. Raises ConfigError if a text was changed by hand, or does not fit its slots."""
     old = Template(part.old)
     new = None if part.new is None else Template(part.new)

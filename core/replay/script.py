@@ -55,7 +55,9 @@ class Script(msgspec.Struct, frozen=True):
 
     def messages_and_tools(self, call: ScriptCall) -> tuple[list[Any], Any]:
         """Messages and tools of a call."""
-        return [self.bodies[id] for id in call.messages], self.bodies[call.tools] if call.tools else None
+        messages = [self.bodies[id] for id in call.messages]
+        tools = self.bodies[call.tools] if call.tools else None
+        return messages, tools
 
     def unaffected_calls(self, fork: str) -> set[str]:
         """Ids of the calls that began before the call `fork` ended: its answer cannot have changed them."""
@@ -96,18 +98,18 @@ def read_script(store: Store, episode: str) -> Script:
             if id not in bodies:
                 bodies[id] = store.message(id)
     ended = store.episode(episode)
-    results = []
+    results: list[RecordedResult] = []
     for result in ended.results:
         value = store.message(result.value)["result"]
         results.append(RecordedResult(result.name, result.arguments, result.started, value))
     return Script(
-        episode,
-        tuple(_script_call(store, call) for call in calls),
-        bodies,
-        tuple(results),
-        ended.started,
-        stored_reads(store.message(ended.chance)) if ended.chance else (),
-        ended.threads,
+        episode=episode,
+        calls=tuple(_script_call(store, call) for call in calls),
+        bodies=bodies,
+        results=tuple(results),
+        started=ended.started,
+        reads=stored_reads(store.message(ended.chance)) if ended.chance else (),
+        threads=ended.threads,
     )
 
 
@@ -142,6 +144,7 @@ def _script_call(store: Store, call: CallRecord) -> ScriptCall:
 
 
 def _fault(call: CallRecord) -> str:
+    """The reason why the answer of a call cannot be used again; empty if it can."""
     if call.redacted:
         return "a redactor changed what was stored of it"
     if call.status != "ok" or not call.candidates:

@@ -60,18 +60,23 @@ def _end_without_threads(status: int) -> None:
     Python would otherwise wait for them forever at the end of the process.
     """
     deadline = time.monotonic() + (GRACE if status != INTERRUPTED else 0.1)
-    while running := [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
+    while running := _running_threads():
         if time.monotonic() > deadline:
             if status != INTERRUPTED:
                 frames = sys._current_frames()
-                where = "; ".join(f"{t.name} at {thread_place(frames.get(t.ident or 0))}" for t in running[:3])
-                print_line(
-                    f"{len(running)} threads of the application still run, the process ends without them: {where}."
-                )
-            # `_exit` skips them, and Python calls them only after all threads have ended.
+                places = [f"{thread.name} at {thread_place(frames.get(thread.ident or 0))}" for thread in running[:3]]
+                count = f"{len(running)} threads of the application still run"
+                print_line(f"{count}, the process ends without them: {'; '.join(places)}.")
+            # `_exit` skips the functions of atexit, and Python calls them only after all threads have ended.
             atexit._run_exitfuncs()
             _exit(status)
         time.sleep(0.05)
+
+
+def _running_threads() -> list[threading.Thread]:
+    """The threads that Python waits for at the end of the process."""
+    main = threading.main_thread()
+    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
 
 
 def print_line(text: str) -> None:

@@ -30,6 +30,7 @@ def replace_broken_texts(db: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _error_code(error: sqlite3.Error | UnicodeDecodeError) -> int:
+    """The primary code of an error of SQLite, the last byte of its extended code; 0 for another error."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -51,7 +52,8 @@ def _is_damage(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> bool:
     """Whether the file was a database before. Otherwise it is another kind of file."""
     if _error_code(error) == sqlite3.SQLITE_NOTADB:
         with path.open("rb") as file:
-            return file.read(16) in (b"SQLite format 3\0", bytes(16))
+            header = file.read(16)
+            return header in (b"SQLite format 3\0", bytes(16))
     return isinstance(error, UnicodeDecodeError) or _error_code(error) in _DAMAGED
 
 
@@ -77,5 +79,5 @@ def _count_readable_rows(db: sqlite3.Connection, table: str) -> int:
         for _ in db.execute(f"SELECT * FROM {table}"):
             count += 1
     except (sqlite3.Error, UnicodeDecodeError):
-        pass
+        pass  # the first damaged row: the rows before it are counted
     return count

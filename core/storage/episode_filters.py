@@ -114,8 +114,10 @@ class CallFilters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _where(conditions: dict[str, Any]) -> tuple[str, list[Any]]:
+    """The WHERE clause of the conditions that have a value, empty without any, and these values in order."""
     active = {condition: value for condition, value in conditions.items() if value not in ("", None)}
-    return f"WHERE {' AND '.join(active)}" if active else "", list(active.values())
+    clause = f"WHERE {' AND '.join(active)}" if active else ""
+    return clause, list(active.values())
 
 
 EVERYTHING = EpisodeFilters()

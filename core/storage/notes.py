@@ -35,7 +35,9 @@ def notes_file(records: Path) -> Path:
     """The file of notes for the records of a run folder, or for a records file."""
     if records.is_dir():
         return records / FILE
-    return records.with_name(FILE if records.name == RECORDS else f"{records.name}.{FILE}")
+    if records.name == RECORDS:  # the records file of a run
+        return records.with_name(FILE)
+    return records.with_name(f"{records.name}.{FILE}")
 
 
 def read_notes(file: Path) -> dict[str, Note]:
@@ -44,7 +46,7 @@ def read_notes(file: Path) -> dict[str, Note]:
         lines = file.read_bytes().splitlines()
     except FileNotFoundError:
         return {}
-    notes = {}
+    notes: dict[str, Note] = {}
     for number, line in enumerate(lines, 1):
         try:
             note = msgspec.json.decode(line, type=Note)
@@ -65,5 +67,5 @@ def write_note(file: Path, note: Note) -> Note | None:
         if note.score is not None or note.note:
             written = notes[note.id] = msgspec.structs.replace(note, at=time.time())
         with whole_file(file) as out:
-            out.writelines(msgspec.json.encode(each) + b"\n" for each in notes.values())
+            out.writelines(msgspec.json.encode(kept_note) + b"\n" for kept_note in notes.values())
         return written

@@ -73,14 +73,14 @@ def count_pairs(labels: Sequence[float], rewards: Sequence[float]) -> tuple[floa
     alike = 0.0
     pairs = 0
     for first, second in combinations(range(len(labels)), 2):
-        people = labels[first] - labels[second]
-        judge = rewards[first] - rewards[second]
-        if people == 0:
+        label_difference = labels[first] - labels[second]
+        reward_difference = rewards[first] - rewards[second]
+        if label_difference == 0:
             continue
         pairs += 1
-        if judge == 0:
+        if reward_difference == 0:
             alike += 0.5
-        elif (judge > 0) == (people > 0):
+        elif (reward_difference > 0) == (label_difference > 0):
             alike += 1.0
     return alike, pairs
 
@@ -88,11 +88,11 @@ def count_pairs(labels: Sequence[float], rewards: Sequence[float]) -> tuple[floa
 def _require_scorers(workflow: Workflow, calls: Sequence[tuple[CallRecord, Task]], episodes: Sequence[Episode]) -> None:
     """Raise ConfigError if nothing in the workflow scores the labelled candidates or episodes."""
     for role in sorted({call.role for call, _ in calls} - workflow.scorers.keys()):
-        able = ", ".join(sorted(workflow.scorers)) or "none"
+        roles_with_scorer = ", ".join(sorted(workflow.scorers)) or "none"
         raise ConfigError(
             "labels",
             role,
-            f"is a role without a scorer; roles with one: {able}",
+            f"is a role without a scorer; roles with one: {roles_with_scorer}",
             f"Add @{workflow.name}.scorer({role!r}).",
         )
     if episodes and workflow.episode_judge is None:
@@ -103,6 +103,7 @@ def _require_scorers(workflow: Workflow, calls: Sequence[tuple[CallRecord, Task]
 async def _score(
     workflow: Workflow, store: Store, calls: Sequence[tuple[CallRecord, Task]], episodes: Sequence[Episode]
 ) -> dict[str, Scored | WorkflowError]:
+    """The rewards of the labelled candidates and episodes, by id, or the error of the scorer or judge."""
     outcomes = await outcomes_of(workflow.episode_judge, store, episodes, redaction=workflow.redaction)
     return {**outcomes, **await score_calls(workflow, store, calls)}
 
@@ -114,7 +115,7 @@ def _groups(
     groups: list[list[str]] = []
     for call, _ in calls:
         ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
-        groups.append([one for one in ids if one in label_of])
+        groups.append([id for id in ids if id in label_of])
     by_task: dict[str, list[str]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task.id, []).append(episode.id)
@@ -145,13 +146,15 @@ def _count_agreement(
                 rewarded[member] = sum(score.rewards.values())
         if len(members) < 2:
             left_out["alone in its group"] += 1
-        alike_here, pairs_here = count_pairs([label_of[member] for member in rewarded], list(rewarded.values()))
-        compared_groups += pairs_here > 0
-        alike += alike_here
-        pairs += pairs_here
+        labels_of_members = [label_of[member] for member in rewarded]
+        alike_in_group, pairs_in_group = count_pairs(labels_of_members, list(rewarded.values()))
+        if pairs_in_group > 0:
+            compared_groups += 1
+        alike += alike_in_group
+        pairs += pairs_in_group
     if not pairs:
-        why = "; ".join(f"{count} x {reason}" for reason, count in left_out.items()) or "no two labels differ"
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in left_out.items()) or "no two labels differ"
         need = "a call needs two candidates, or a task two episodes, with different labels"
-        fault = f"leaves nothing to compare: {need} ({why})"
+        fault = f"leaves nothing to compare: {need} ({reasons})"
         raise ConfigError("labels", source, fault, EXAMPLE)
     return Agreement(groups=compared_groups, pairs=pairs, alike=alike, left_out=dict(left_out))
