@@ -222,6 +222,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
             self._check_mask_range(self.mask_range)
 
     def _check_mask_range(self, bounds: tuple[float, float]) -> None:
+        """Raise ConfigError for a `mask_range` without a mask, or that is not a range."""
         if self.mask == "none":
             remedy = "Set mask to token, sequence or geometric."
             raise ConfigError("mask_range", bounds, "has no effect, as mask is none", remedy)

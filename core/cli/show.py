@@ -119,6 +119,7 @@ def _group_runs(a: argparse.Namespace, runs: Sequence[OpenedRun]) -> int:
 
 
 def _write_page(a: argparse.Namespace) -> None:
+    """Write one HTML page of the run. Raises ConfigError for a flag that has no effect on it."""
     from cotune.integrations.web.viewer.report import write_report
 
     if flag := _first_flag(a, ("explain", "full", "json", *_FILTERS)):

@@ -27,6 +27,7 @@ class PromptUse:
         """Counts by role: all calls under `calls`, and the calls that were sent unedited under their reasons."""
 
     def write(self, records: Sequence[Record]) -> None:
+        """Count the calls among the records, and pass all records on."""
         for call in records:
             if isinstance(call, CallRecord) and call.prompts:
                 with self._lock:

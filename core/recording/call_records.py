@@ -119,6 +119,7 @@ class PendingCall:
         self._take(body)
 
     def _take(self, body: Mapping[str, Any]) -> None:
+        """Take the messages, tools and parameters of a chat request."""
         self.params = dict(body)
         self.messages: list[dict[str, Any]] = list(self.params.pop("messages", None) or [])
         self.sent = list(map(SentMessage, self.messages))

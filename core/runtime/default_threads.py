@@ -27,6 +27,7 @@ def grow_threads(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _grow(loop: asyncio.AbstractEventLoop) -> None:
+    """Replace the default pool of a loop, unless it is the application's."""
     default = getattr(loop, "_default_executor", None)
     if default is None or getattr(default, "_thread_name_prefix", "") == "asyncio":
         loop.set_default_executor(_Threads(_THREADS, thread_name_prefix="cotune"))

@@ -98,6 +98,7 @@ class _Watch:
                 self._over.set()
 
     def extend(self, seconds: float) -> None:
+        """Extend the time limits of the loop's episodes by the time in which they could not run."""
         self._ticked = time.monotonic()
         self._interrupted = False
         for limit in self._limits:
@@ -105,6 +106,7 @@ class _Watch:
                 limit.reschedule(when + seconds)
 
     def _begin(self) -> None:
+        """Handle the signal of the watch, and start the ticks of the loop and the thread that checks them."""
         signal.signal(_SIGNAL, self._interrupt)
         self._over = threading.Event()
         self._tick(self._over)

@@ -72,6 +72,7 @@ def _groups_table(groups: Mapping[tuple[str, Any], GroupCell]) -> RenderableType
 
 
 def _reasons_text(left_out: Counter[str], candidates: int) -> RenderableType:
+    """A table of the reasons for which candidates were left out, with their share of all candidates."""
     table = grid("reason", "candidates>", "share>", "why")
     for reason, count in left_out.most_common():
         if count:

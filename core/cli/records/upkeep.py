@@ -72,6 +72,7 @@ def add_changes(forms: Forms) -> None:
 
 
 def _list(a: argparse.Namespace) -> int:
+    """Print a table of applications, or with --by of calls. Raises ConfigError for an unknown column."""
     from cotune.storage.open_store import open_store
 
     names = a.by.split(",") if a.by else []
@@ -124,6 +125,7 @@ def _time_text(seconds: float | None) -> str:
 
 
 def _prune(a: argparse.Namespace) -> int:
+    """Delete episodes older than --older-than, and print the numbers of deleted records."""
     from cotune.storage.open_store import open_store
     from cotune.storage.sql.upkeep import prune
 
@@ -138,6 +140,7 @@ def _prune(a: argparse.Namespace) -> int:
 
 
 def _delete(a: argparse.Namespace) -> int:
+    """Delete the episodes named by --episode or --key. Exit status: 1 if there were none."""
     from cotune.storage.open_store import open_store
     from cotune.storage.sql.upkeep import delete
 
@@ -158,6 +161,7 @@ def _deleted_text(counts: Mapping[str, int]) -> str:
 
 
 def _copy(a: argparse.Namespace) -> int:
+    """Copy all records into another store. Exit status: 1 if records were lost or refused."""
     from cotune.storage.open_store import open_store
     from cotune.storage.sql.upkeep import COPIED, copy, size
 
