@@ -103,7 +103,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_training(self) -> Iterator[str]:
-        """Settings that are given and only mean something to a policy that is trained."""
+        """The settings in this table that have an effect only if the policy is trained."""
         for name in ("lr", "schedule", "recipe", "rewards", "loss", "train", "teacher"):
             if getattr(self, name) not in UNSET:
                 yield name

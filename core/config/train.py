@@ -194,12 +194,15 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tool_formats(self) -> dict[str, str]:
         """How each base model writes tool calls."""
-        own = {self.specs[p.name].model: p.tool_format for p in self.policy if p.tool_format}
-        return {model: own.get(model, self.tool_format) for model in self.bases}
+        set_by_policies: dict[str | None, str] = {}
+        for policy in self.policy:
+            if policy.tool_format:
+                set_by_policies[self.specs[policy.name].model] = policy.tool_format
+        return {model: set_by_policies.get(model, self.tool_format) for model in self.bases}
 
     @property
     def of_rollouts(self) -> list[str]:
-        """Settings that are given and only mean something to runs with rollouts."""
+        """The settings in this configuration that have an effect only in runs with rollouts."""
         # `changed_settings` joins both tables. An empty table in place of one leaves the changes of the other.
         changed_loss = changed_settings(RewardSettings(), self.loss)
         changed_rewards = changed_settings(self.rewards, LossSettings())
@@ -239,7 +242,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def largest_k(self) -> int:
-        """The most candidates of one call: those of the policy that has most."""
+        """The largest number of candidates of a call, over all policies."""
         return max([self.plan.k, *(policy.k for policy in self.policy if policy.k is not None)])
 
     def plans_of(self, plan: Plan, policies: Mapping[str, str]) -> dict[str, Plan]:
@@ -266,7 +269,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         return own_sampling
 
     def evaluation_sampling(self, policy: str) -> dict[str, Any]:
-        """The `top_p`, `top_k` and `min_p` of a policy in evaluations, as far as they cut something away."""
+        """The `top_p`, `top_k` and `min_p` of a policy in evaluations; values that exclude no token are left out."""
         policy_table = self.policy_table(policy)
         if policy_table is None:
             return {}
@@ -305,5 +308,6 @@ def first_written(models: Iterable[str]) -> dict[str, str]:
     spelling_of_model: dict[str, str] = {}
     for model in models:
         path = Path(model).expanduser()
-        spelling_of_model[model] = spelling_of_path.setdefault(path.resolve() if path.exists() else model, model)
+        identity = path.resolve() if path.exists() else model  # an id of the hub is no path
+        spelling_of_model[model] = spelling_of_path.setdefault(identity, model)
     return spelling_of_model

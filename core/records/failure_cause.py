@@ -56,13 +56,13 @@ def _is_infrastructure(error: BaseException) -> bool:
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error, the errors that it groups, and the errors that it was raised from."""
-    seen: set[int] = set()
+    yielded_ids: set[int] = set()  # errors may refer to each other in a circle
     queue = [error]
     while queue:
         current = queue.pop(0)
-        if current is None or id(current) in seen:
+        if current is None or id(current) in yielded_ids:
             continue
-        seen.add(id(current))
+        yielded_ids.add(id(current))
         yield current
         if isinstance(current, BaseExceptionGroup):
             queue += current.exceptions

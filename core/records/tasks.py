@@ -29,7 +29,7 @@ def load_tasks(path: str | Path) -> list[Task]:
     if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ConfigError("tasks", str(path), "is in UTF-16", "Save it as UTF-8.")
     tasks: list[Task] = []
-    seen: dict[str, int] = {}
+    line_of_id: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -43,10 +43,10 @@ def load_tasks(path: str | Path) -> list[Task]:
             fault = "is nested too deeply"
             raise ConfigError("tasks", f"{path}, line {number}", fault, _EXAMPLE) from None
         task = as_task(value, number)
-        if task.id in seen:
-            fault = f"repeats the id {task.id!r} of line {seen[task.id]}"
+        if task.id in line_of_id:
+            fault = f"repeats the id {task.id!r} of line {line_of_id[task.id]}"
             raise ConfigError("tasks", f"{path}, line {number}", fault, "Rename or remove one of the two tasks.")
-        seen[task.id] = number
+        line_of_id[task.id] = number
         tasks.append(task)
     if len(tasks) == 1 and isinstance(tasks[0].input, list):
         remedy = f'{_EXAMPLE} If the list is one task, put it into an object: {{"messages": [...]}}.'
