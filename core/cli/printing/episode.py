@@ -38,12 +38,15 @@ def _failure_cause(store: Store, id: str, calls: Sequence[CallRecord], full: boo
         return ""
     if episode.status == "ok":
         return ""
-    failed = next((call for call in reversed(calls) if call.status != "ok"), None)
-    error = (episode.error or "").strip() or (failed.error if failed else None)
+    error = (episode.error or "").strip()
     status: str = episode.status
-    if failed:
-        status += f" (call {failed.step}, {failed.role}: {failed.status})"
-    return f"{status}: {error if full and error else first_line(error)}"
+    last_failed = next((call for call in reversed(calls) if call.status != "ok"), None)
+    if last_failed is not None:
+        status += f" (call {last_failed.step}, {last_failed.role}: {last_failed.status})"
+        error = error or last_failed.error or ""
+    if full and error:
+        return f"{status}: {error}"
+    return f"{status}: {first_line(error)}"
 
 
 def episode_tree(store: Store, id: str, calls: Sequence[CallRecord], full: bool = False) -> Tree:
@@ -58,15 +61,16 @@ def episode_tree(store: Store, id: str, calls: Sequence[CallRecord], full: bool 
         parents = [by_id[parent] for parent in call.parents if parent in by_id]
         latest = max(parents, key=lambda parent: parent.step, default=None)
         readers_of.setdefault(latest.id if latest else None, []).append(call)
-    open_calls = [(root, call) for call in reversed(readers_of.get(None, []))]
-    while open_calls:
-        level, call = open_calls.pop()
-        branch = level.add(_call_line(call, by_id))
+    # A stack instead of recursion: a chain of calls may be longer than the limit of recursion.
+    waiting = [(root, call) for call in reversed(readers_of.get(None, []))]
+    while waiting:
+        parent, call = waiting.pop()
+        branch = parent.add(_call_line(call, by_id))
         for text in _call_details(store, call, full):
             branch.add(text)
         readers = readers_of.get(call.id, [])
-        inside = level if len(readers) == 1 else branch
-        open_calls.extend((inside, reader) for reader in reversed(readers))
+        parent_of_readers = parent if len(readers) == 1 else branch
+        waiting.extend((parent_of_readers, reader) for reader in reversed(readers))
     return root
 
 
@@ -136,21 +140,24 @@ def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
             yield _one_line(Text(f"< sent instead, by edited prompts: {sent}"), full)
     for attempt in call.attempts:
         yield _shorten(Text(f"retried after {attempt}", style=QUIET))
-    if call.error:
-        yield Text(call.error, style=BAD) if full else _shorten(Text(first_line(call.error), style=BAD))
-    ids = [candidate_id(call.id, c.index) for c in call.candidates]
+    if call.error and full:
+        yield Text(call.error, style=BAD)
+    elif call.error:
+        yield _shorten(Text(first_line(call.error), style=BAD))
+    ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
     rewards = store.rewards(ids)
     feedback = store.feedback(ids)
     for target, candidate in zip(ids, call.candidates, strict=True):
-        chosen = candidate.index == call.chosen
-        line = Text("> " if chosen else "  ", style=GOOD)
-        line.append_text(scores(rewards[target]))
-        answer = _full_message(candidate.message) if full else answer_line(candidate)
-        if len(line) > 2:
+        is_chosen = candidate.index == call.chosen
+        line = Text("> " if is_chosen else "  ", style=GOOD)
+        reward_text = scores(rewards[target])
+        line.append_text(reward_text)
+        if reward_text:
             line.append("  " if len(line) < _REWARDS else "\n  ")
         if candidate.finish_reason == "length":
             line.append("[cut at the length limit] ", style=BAD)
-        line.append(answer, style="" if chosen else QUIET)
+        answer = _full_message(candidate.message) if full else answer_line(candidate)
+        line.append(answer, style="" if is_chosen else QUIET)
         yield _one_line(line, full)
         yield from _feedback(feedback[target], full)
 
@@ -184,10 +191,12 @@ def _full_message(message: Any) -> str:
 
 
 def _one_line(text: Text, full: bool) -> Text:
+    """The text, which the terminal cuts to one line unless `full` is set."""
     return text if full else _shorten(text)
 
 
 def _shorten(text: Text) -> Text:
+    """The text, which the terminal cuts to one line."""
     text.no_wrap = True
     text.overflow = "ellipsis"
     return text

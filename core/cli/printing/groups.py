@@ -22,8 +22,9 @@ def show_groups(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     without training steps are grouped as the recipe would group them.
     """
     steps = run.figures.steps("train")
-    shown = [step_groups(run, step) for step in steps[-limit:]] or [step_groups(run, None)]
+    shown = [step_groups(run, step) for step in steps[-limit:]]
     if not steps:
+        shown = [step_groups(run, None)]
         latest = f"the latest {MOST_EPISODES}" if shown[0].capped else "all"
         source = f"{latest} episodes, none of them training"
     elif len(shown) < len(steps):

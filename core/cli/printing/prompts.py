@@ -43,6 +43,7 @@ def shown_parts(found: FoundParts, kinds: Sequence[Kind], *, full: bool = False)
 
 
 _ENOUGH = "more than are needed"
+"""A reason to leave out calls that is no loss."""
 
 
 def _role(
@@ -114,7 +115,9 @@ def _template_lines(template: Template, wording: Wording, full: bool) -> Text:
 
 
 def _note(text: str, style: str = QUIET) -> Padding:
-    return Padding(Text(text, style=style), (0, 0, 0, 2 if style == QUIET else 4))
+    """An indented remark on a role; in another style than QUIET it is on a part, and is indented further."""
+    indent = 2 if style == QUIET else 4
+    return Padding(Text(text, style=style), (0, 0, 0, indent))
 
 
 def parts_of_prompts(prompts: Prompts, only: Sequence[str] = ()) -> FoundParts:
@@ -123,11 +126,12 @@ def parts_of_prompts(prompts: Prompts, only: Sequence[str] = ()) -> FoundParts:
     names: dict[str, None] = {}
     for part in prompts.parts:
         names.update(dict.fromkeys(role for role in part.roles if not only or role in only))
-    roles = []
+    roles: list[FoundRole] = []
     for name in names:
         supports = [part.support for part in prompts.parts if name in part.roles]
         calls = max(support.calls for support in supports)
-        roles.append(FoundRole(name=name, calls=calls, tasks=max(support.tasks for support in supports)))
+        tasks = max(support.tasks for support in supports)
+        roles.append(FoundRole(name=name, calls=calls, tasks=tasks))
     return FoundParts(
         parts=tuple(FoundPart(part=part, examples=((),) * len(part.old.slots)) for part in prompts.parts),
         roles=tuple(roles),
@@ -206,8 +210,8 @@ def _diff_lines(old: str, new: str) -> Iterable[tuple[str, Text]]:
 def _bold_differences(text: str, other: str, style: str) -> Iterable[Text]:
     """The lines of a text, with the words that `other` does not have in bold."""
     words = _WORDS.findall(text)
-    others = _WORDS.findall(other)
+    matcher = SequenceMatcher(None, words, _WORDS.findall(other), autojunk=False)
     marked = Text(style=style)
-    for tag, i, to_i, _, _ in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
-        marked.append("".join(words[i:to_i]), style="" if tag == "equal" else "bold")
+    for tag, start, end, _, _ in matcher.get_opcodes():
+        marked.append("".join(words[start:end]), style="" if tag == "equal" else "bold")
     return marked.split("\n", allow_blank=True)
