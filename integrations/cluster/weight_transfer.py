@@ -14,6 +14,7 @@ its workers as files. That needs the machine of rank 0, but not its process.
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ STALL_SECONDS = 30.0
 FETCH_SECONDS = 600.0
 """How long Ray may take to bring weights from the learner's machine to this one."""
 
+_environment_lock = threading.Lock()
+"""Held while an environment variable has another value for a moment."""
+
 
 class Offer(msgspec.Struct, frozen=True):
     """The facts of weights that rank 0 can send, and the address of its TCPStore. `device` is "cuda" if it can send
@@ -71,6 +75,16 @@ class Ticket(TypedDict):
     workers: int
     backend: str
     shapes: dict[str, Shape]
+
+
+class Received(TypedDict):
+    """A worker's answer after a transfer, as plain data for vLLM. At most one of its values is not empty."""
+
+    fingerprint: str
+    transfer_error: str
+    """Why the tensors did not arrive. The worker can load the weights from files."""
+    load_error: str
+    """Why the model did not take the tensors. What the worker holds is not known."""
 
 
 def new_ticket(offer: Offer, workers: int, device: str) -> Ticket:
@@ -133,9 +147,18 @@ class LearnerWeights(RemoteWeights):
 
 def send(weights: Weights, ticket: Ticket, device: torch.device) -> None:
     """Send weights from rank 0. `device` is the GPU to send from over NCCL. Raises an error if a worker is lost."""
+    device = transfer_device(ticket, device)
+
+    def copy(name: str) -> Tensor:
+        return torch.tensor(weights[name], dtype=torch.float32, device=device)
+
+    first_name, *other_names = sorted(ticket["shapes"])
+    first = copy(first_name)  # the workers need not wait for it once all have joined
     with transfer_group(ticket, 0, device) as group:
-        for name in sorted(ticket["shapes"]):
-            group.broadcast(torch.tensor(weights[name], dtype=torch.float32, device=group.device))
+        group.broadcast(first)
+        del first
+        for name in other_names:
+            group.broadcast(copy(name))
 
 
 class Receiver:
@@ -144,17 +167,33 @@ class Receiver:
     def __init__(self, ticket: Ticket, rank: int, device: torch.device) -> None:
         self._ticket = ticket
         self._rank = rank
-        self._device = device
+        self._device = transfer_device(ticket, device)
         self._fingerprint = Fingerprint()
+        self.error: Exception | None = None
+        """The error that ended the transfer, None for an error in the code that takes the tensors."""
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         """Receive the tensors by name, in the order of names. Raises an error if the learner or a worker is lost."""
+        try:
+            yield from self._receive()
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _receive(self) -> Generator[tuple[str, Tensor], None, None]:
+        """Allocate each tensor and receive it, the first one before it joins: without memory it does not join."""
+        shapes = sorted(self._ticket["shapes"].items())
+        first: Tensor | None = self._allocate(shapes[0][1])
         with transfer_group(self._ticket, self._rank, self._device) as group:
-            for name, shape in sorted(self._ticket["shapes"].items()):
-                tensor = torch.empty(tuple(shape), dtype=torch.float32, device=group.device)
+            for name, shape in shapes:
+                tensor = self._allocate(shape) if first is None else first
+                first = None
                 group.broadcast(tensor)
                 self._fingerprint.add(name, tensor.cpu().numpy())
                 yield name, tensor
+
+    def _allocate(self, shape: Shape) -> Tensor:
+        return torch.empty(tuple(shape), dtype=torch.float32, device=self._device)
 
     def fingerprint(self) -> str:
         """The fingerprint of the tensors that were received."""
@@ -162,14 +201,13 @@ class Receiver:
 
 
 class TransferGroup:
-    """The process group of one transfer. Its tensors are on `device`.
+    """The process group of one transfer.
 
     The group is not registered in torch.distributed, whose default group belongs to the learner or to vLLM.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
-        self.device = device
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send a tensor from rank 0 to all others, in place, and wait until it has arrived. Raises an error if a rank
@@ -180,34 +218,57 @@ class TransferGroup:
         self._group.broadcast([tensor], options).wait(timedelta(seconds=STALL_SECONDS))
 
 
+def transfer_device(ticket: Ticket, device: torch.device) -> torch.device:
+    """Where the tensors of a transfer are on a rank that computes on `device`: there for NCCL, in the host's memory for
+    gloo."""
+    return device if ticket["backend"] == "nccl" else torch.device("cpu")
+
+
 @contextmanager
 def transfer_group(ticket: Ticket, rank: int, device: torch.device) -> Iterator[TransferGroup]:
     """Join the process group of a transfer, and leave it together with the others. An error on one rank breaks the
-    connections of all."""
+    connections of all. `device` is that of `transfer_device`."""
     store = dist.PrefixStore(f"transfer/{ticket['id']}", connect_store(ticket["host"], ticket["port"]))
     size = ticket["workers"] + 1
 
-    def meet(event: str) -> None:
-        store.set(f"{event}/{rank}", "")
-        store.wait([f"{event}/{other}" for other in range(size)], timedelta(seconds=STALL_SECONDS))
+    def leave_together() -> None:
+        store.set(f"done/{rank}", "")
+        store.wait([f"done/{other}" for other in range(size)], timedelta(seconds=STALL_SECONDS))
 
-    meet("joined")  # NCCL would wait for a missing rank without a limit
+    _begin_together(store, rank, size)
     if ticket["backend"] == "gloo":
         wait = timedelta(seconds=STALL_SECONDS)
-        yield TransferGroup(dist.ProcessGroupGloo(store, rank, size, wait), torch.device("cpu"))
-        meet("done")  # a rank that leaves closes its connections
+        yield TransferGroup(dist.ProcessGroupGloo(store, rank, size, wait))
+        leave_together()  # a rank that leaves closes its connections
         return
 
     # NCCL connects from the thread's current GPU, which is the first one in a new thread.
     with torch.cuda.device(device):
         group = _nccl_group(store, rank, size)
         try:
-            yield TransferGroup(group, device)
-            meet("done")
+            yield TransferGroup(group)
+            leave_together()
         except BaseException:
             group.abort()
             raise
         group.shutdown()
+
+
+def _begin_together(store: dist.Store, rank: int, size: int) -> None:
+    """Wait until all ranks have joined. Raises DistStoreError if one has not joined in time, or has left again.
+
+    NCCL waits for a missing rank without a limit, so either all ranks begin or none. Rank 0 decides "begin" once all
+    have joined. A rank whose wait is over decides "leave". The first decision in the store holds for all.
+    """
+    store.set(f"joined/{rank}", "")
+    awaited = ["decision"] if rank else [f"joined/{other}" for other in range(size)]
+    decision = "begin"
+    try:
+        store.wait(awaited, timedelta(seconds=STALL_SECONDS))
+    except dist.DistStoreError:
+        decision = "leave"
+    if store.compare_set("decision", "", decision) != b"begin":
+        raise dist.DistStoreError(f"not all sides of a transfer of weights have joined within {STALL_SECONDS:g} s")
 
 
 def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
@@ -217,20 +278,23 @@ def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
     later ends the process. torch reads the variable below when a group is made.
     """
     variable = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=STALL_SECONDS)
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+    with _environment_lock:
+        before = os.environ.get(variable)
+        os.environ[variable] = "1"
+        try:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=STALL_SECONDS)
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            if before is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = before
 
 
 def connect_store(host: str, port: int) -> dist.TCPStore:
     """Connect to rank 0's store. Each transfer needs a connection of its own: a wait blocks all other calls."""
     wait = timedelta(seconds=CONNECT_SECONDS)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    store.set_timeout(timedelta(seconds=STALL_SECONDS))  # NCCL's ranks wait in it for rank 0
+    return store

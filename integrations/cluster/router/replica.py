@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from cotune.errors import ConfigError, SamplerError, error_line
+from cotune.errors import ConfigError, LearnerLost, RequestRefused, SamplerError, error_line
 from cotune.integrations.cluster.router import limits
 from cotune.integrations.models.engine_sampler import BY_FILES
 from cotune.integrations.models.served_versions import Version, Versions
@@ -48,6 +48,7 @@ class Engine:
         counters: Counter[str],
         health_timeout: float,
         on_failure: Callable[[str], None],
+        by_files_only: bool = False,
     ) -> None:
         """An engine in use. `on_failure` is called with the name of a counter when the engine is taken out."""
         self.name = name
@@ -63,6 +64,8 @@ class Engine:
         """Failed requests since its last good answer."""
         self.published_by_files = 0
         """The engine's own count of these publications; see `BY_FILES`."""
+        self.by_files_only = by_files_only
+        """Whether remote weights are read here, because an engine has failed while it published some."""
         self._versions = versions
         self._counters = counters
         self._health_timeout = health_timeout
@@ -123,13 +126,40 @@ class Engine:
     async def publish(self, version: Version) -> None:
         """Serve a version. Raises SyncError if it arrives altered, and the same errors as `within`."""
         weights, lora = version.target
-        await self.within(
-            limits.CONTROL_SECONDS, publish_verified(self.sampler, version.policy, weights, lora, version.fingerprint)
-        )
         if isinstance(weights, RemoteWeights):
-            by_files = (await self.info()).counters.get(BY_FILES, 0)
-            self._counters[BY_FILES] += by_files - self.published_by_files
-            self.published_by_files = by_files
+            if not self.by_files_only:
+                await self._publish_remote(version)
+                return
+            self._counters[BY_FILES] += 1
+            weights = await self.within(limits.CONTROL_SECONDS, asyncio.to_thread(dict, weights))
+        await self._publish(version, weights, lora)
+
+    async def _publish(self, version: Version, weights: Weights, lora: LoraSpec | None) -> None:
+        work = publish_verified(self.sampler, version.policy, weights, lora, version.fingerprint)
+        await self.within(limits.CONTROL_SECONDS, work)
+
+    async def _publish_remote(self, version: Version) -> None:
+        """Serve a version whose weights the learner can send to the engine."""
+        weights, lora = version.target
+        try:
+            await self._publish(version, weights, lora)
+        except RequestRefused:
+            raise
+        except Exception as error:
+            # A lost learner sends nothing, but the next one may.
+            self.by_files_only = not isinstance(error, LearnerLost)
+            try:
+                await self._count_files()
+            except Exception:  # noqa: BLE001
+                self._counters[BY_FILES] += 1  # an engine that has failed does not tell its count
+            raise
+        await self._count_files()
+
+    async def _count_files(self) -> None:
+        """Count the publications by files that the engine has counted since the last call."""
+        by_files = (await self.info()).counters.get(BY_FILES, 0)
+        self._counters[BY_FILES] += by_files - self.published_by_files
+        self.published_by_files = by_files
 
     async def info(self) -> SamplerInfo:
         """Ask the sampler for its info. Raises the same errors as `within`."""
@@ -200,6 +230,8 @@ class Replica:
         self.info: SamplerInfo | None = None
         """The info of its engine at its start."""
         self._restarts = 0
+        self._by_files_only = False
+        """See `Engine.by_files_only`: it stays with all later engines."""
         self._make = make
         self._versions = versions
         self._counters = counters
@@ -240,6 +272,7 @@ class Replica:
         engine = self.engine
         self.engine = None
         if engine is not None:
+            self._by_files_only = engine.by_files_only
             try:
                 async with asyncio.timeout(limits.CLOSE_SECONDS):
                     await engine.sampler.aclose()
@@ -258,7 +291,13 @@ class Replica:
         async with asyncio.timeout(limits.START_SECONDS):
             sampler = await self._make()
         engine = self.engine = Engine(
-            self.name, sampler, self._versions, self._counters, self._health_timeout, self._taken_out
+            self.name,
+            sampler,
+            self._versions,
+            self._counters,
+            self._health_timeout,
+            self._taken_out,
+            by_files_only=self._by_files_only,
         )
         async with self._versions.lock:
             versions = self._versions.all()

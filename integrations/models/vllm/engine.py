@@ -18,7 +18,7 @@ import msgspec
 
 from cotune.errors import ConfigError, LearnerLost, RequestRefused, SamplerError, error_line
 from cotune.integrations.apps.activation import NO_ACTIVATION
-from cotune.integrations.cluster.weight_transfer import STALL_SECONDS, LearnerWeights
+from cotune.integrations.cluster.weight_transfer import STALL_SECONDS, LearnerWeights, Received
 from cotune.integrations.models.engine_sampler import BY_FILES, LoopSampler
 from cotune.integrations.models.folder.meta_model import ModelSkeleton
 from cotune.integrations.models.served_versions import BASE, Version
@@ -339,19 +339,22 @@ class VllmSampler(LoopSampler):
     async def _receive(self, policy: PolicyRef, weights: LearnerWeights) -> str:
         """Let the learner send weights to all workers. Returns the fingerprint that all of them computed.
 
-        If it is not the learner's, or a worker failed, this returns "", and the engine uses files for this learner from
-        now on: another failure may again take as long as the limits of a transfer.
+        If it is not the learner's, or the transfer failed, this returns "", and the engine uses files for this learner
+        from now on: another failure may again take as long as the limits of a transfer. Raises SamplerError if a
+        worker's model did not take the tensors: files may then fill other tensors than the model computes with.
         """
         workers = self._llm.vllm_config.parallel_config.world_size
         ticket = weights.ticket(workers, "cuda" if on_gpu() else "cpu")
         sending = weights.send(ticket)
-        answers = await self._ask("cotune_receive", ticket)
-        if {fingerprint for fingerprint, _ in answers} == {weights.fingerprint}:
+        answers: list[Received] = await self._ask("cotune_receive", ticket)
+        if {answer["fingerprint"] for answer in answers} == {weights.fingerprint}:
             return weights.fingerprint
 
         cause = "other values arrived than were sent"
-        for _, error in answers:
-            cause = error or cause
+        for answer in answers:
+            if answer["load_error"]:
+                raise SamplerError(f"A worker of vLLM did not load them: {answer['load_error']}.", _REOPEN)
+            cause = answer["transfer_error"] or cause
         try:
             await asyncio.wait_for(sending, STALL_SECONDS)
         except Exception as error:  # noqa: BLE001
@@ -450,9 +453,12 @@ class VllmSampler(LoopSampler):
 
     async def _info(self) -> SamplerInfo:
         try:
-            # The engine's loop answers this, and only while the engine runs. It is busy while full weights are loaded.
+            # The engine's loop answers `is_paused`, but not while it loads full weights. If the engine ends then, vLLM
+            # only notes it: the call that loads them gets no answer.
             if not (self._full and self._versions.lock.locked()):
                 await self._llm.is_paused()
+            elif self._llm.errored:
+                raise RuntimeError("vLLM's engine process has ended")
         except Exception as error:
             raise self._failed(error) from error
         info = await super()._info()

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.lora.peft_helper import PEFTHelper
 
 from cotune.errors import error_line
-from cotune.integrations.cluster.weight_transfer import Receiver, Ticket
+from cotune.integrations.cluster.weight_transfer import Received, Receiver, Ticket
 from cotune.integrations.models.vllm.adapters import read_weights
 from cotune.integrations.models.vllm.arguments import BACKEND
 from cotune.integrations.models.vllm.slots import slot_digest
@@ -120,24 +120,33 @@ class CotuneWorker:
         """The fingerprint of the full weights that this worker has loaded from files last."""
         return self.weight_transfer_engine.loaded
 
-    def cotune_receive(self, ticket: Ticket) -> tuple[str, str]:
+    def cotune_receive(self, ticket: Ticket) -> Received:
         """Replace the full weights by those that the learner sends for this ticket.
 
-        Returns the fingerprint of the tensors that arrived, and "", or "" and the cause of a failure. It raises no
-        error: vLLM would leave the answers of the other workers unread, and take them for answers to the next call.
+        Returns the fingerprint of the tensors that arrived, or the cause of a failure. It raises no error: vLLM would
+        leave the answers of the other workers unread, and take them for answers to the next call.
         """
+        receiver = Receiver(ticket, self.rank + 1, self.device)
         try:
-            receiver = Receiver(ticket, self.rank + 1, self.device)
             self.start_weight_update()
-            try:
-                with set_current_vllm_config(self.vllm_config), closing(receiver.tensors()) as tensors:
-                    self.weight_transfer_engine.load(tensors)
-            finally:
-                # After a failure too, so that an update from files can begin.
-                self.finish_weight_update()
-            return receiver.fingerprint(), ""
+            self._load_received(receiver)
+            # After a failed transfer too, so that an update from files can begin.
+            self.finish_weight_update()
         except Exception as error:  # noqa: BLE001
-            return "", error_line(error)
+            return {"fingerprint": "", "transfer_error": "", "load_error": error_line(error)}
+        if receiver.error is not None:
+            return {"fingerprint": "", "transfer_error": error_line(receiver.error), "load_error": ""}
+        return {"fingerprint": receiver.fingerprint(), "transfer_error": "", "load_error": ""}
+
+    def _load_received(self, receiver: Receiver) -> None:
+        """Load the tensors of a receiver into the model. An error of the receiver is left in its `error`; others are
+        raised."""
+        with set_current_vllm_config(self.vllm_config), closing(receiver.tensors()) as tensors:
+            try:
+                self.weight_transfer_engine.load(tensors)
+            except Exception:
+                if receiver.error is None:
+                    raise
 
 
 def _as_loaded(name: str, array: Any, dtype: torch.dtype, scale: float) -> torch.Tensor:

@@ -7,11 +7,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from cotune.errors import LearnerLost, RequestRefused, SyncError
+from cotune.errors import LearnerLost, RequestRefused, SamplerError, SyncError
 from cotune.integrations.cluster.router.router import RoutedSampler
+from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import RemoteWeights, fingerprint
-from tests.integrations.cluster.fake_engines import BASE_MARK, Site, weights_of
+from cotune.sampling.protocol import RemoteWeights, Weights, fingerprint
+from tests.integrations.cluster.fake_engines import BASE_MARK, FakeEngine, Site, weights_of
 from tests.integrations.cluster.routed import ROLE, fault, mark, marks, routed
 
 
@@ -180,6 +181,47 @@ def test_publications_by_files_are_counted_also_of_an_engine_that_has_restarted(
         site.now(1).by_files = 1
         await router.publish(PolicyRef("planner", 5), InLearner(5))
         assert (await router.info()).counters["published_by_files"] == 3
+
+    routed(site, scenario)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_an_engine_that_fails_while_it_publishes_is_followed_by_one_that_gets_the_weights_themselves(
+    is_lost: bool,
+) -> None:
+    site = Site(2)
+    kinds: list[tuple[str, bool]] = []
+
+    def observe(engine: FakeEngine) -> None:
+        publish = engine.publish
+
+        async def observed(policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
+            kinds.append((engine.name, isinstance(weights, RemoteWeights)))
+            if engine is site.engines[1][0]:
+                engine.by_files = 1
+                if is_lost:
+                    engine.break_down("dead")
+                raise SamplerError("The weights are lost.", "")
+            return await publish(policy, weights, lora)
+
+        engine.publish = observed  # type: ignore[method-assign]
+
+    site.prepare = observe
+
+    async def scenario(router: RoutedSampler) -> None:
+        if is_lost:
+            await router.publish(ROLE, InLearner(11))
+        else:
+            with pytest.raises(SyncError):
+                await router.publish(ROLE, InLearner(11))
+        assert kinds == [("engine-0", True), ("engine-1", True)]
+        assert router.counters["published_by_files"] == 1
+        if not is_lost:
+            return
+        await asyncio.sleep(30)
+        await router.publish(PolicyRef("planner", 2), InLearner(12))
+        assert kinds[2:] == [("engine-1", False), ("engine-0", True), ("engine-1", False)]
+        assert router.counters["published_by_files"] == 3
 
     routed(site, scenario)
 

@@ -134,7 +134,7 @@ def test_a_learner_that_does_not_answer_is_an_error_after_the_limit(
 def test_a_learner_that_is_gone_is_an_error_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_transfer, "CONNECT_SECONDS", 1.0)
     with pytest.raises(dist.DistError):
-        receive(new_ticket(Offer("", 0.0, {}, HOST, free_port(), "cpu"), 1, "cpu"), 1)
+        receive(new_ticket(Offer("", 0.0, {"a": (1,)}, HOST, free_port(), "cpu"), 1, "cpu"), 1)
 
 
 def test_a_learner_that_stalls_is_an_error_after_the_limit(
@@ -176,6 +176,49 @@ def test_a_worker_that_fails_ends_the_transfer_of_all(
         pool.submit(fails).result(30)
         assert isinstance(sender.exception(30), RuntimeError)
         assert isinstance(other.exception(30), RuntimeError)
+
+
+def test_a_worker_without_memory_does_not_join_and_no_side_begins(
+    offer: Offer, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_transfer, "STALL_SECONDS", 1.0)
+    ticket = new_ticket(offer, 2, "cpu")
+    without_memory = Receiver(ticket, 1, CPU)
+    monkeypatch.setattr(without_memory, "_allocate", lambda shape: torch.empty(2**60))
+    begun: list[Any] = []
+    monkeypatch.setattr(dist, "ProcessGroupGloo", lambda *arguments: begun.append(arguments))
+    with ThreadPoolExecutor() as pool:
+        sender = pool.submit(send, weights, ticket, CPU)
+        other = pool.submit(receive, ticket, 2)
+        with pytest.raises(RuntimeError) as raised:
+            next(without_memory.tensors())
+        assert without_memory.error is raised.value
+        for side in (sender, other):
+            assert "not all sides of a transfer of weights have joined" in str(side.exception(30))
+    assert not begun
+
+
+def test_a_side_that_has_left_is_seen_by_those_that_join_later(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket = new_ticket(offer, 2, "cpu")
+    stores = [weight_transfer.connect_store(HOST, ticket["port"]) for _ in range(3)]
+    begin = weight_transfer._begin_together
+    monkeypatch.setattr(weight_transfer, "STALL_SECONDS", 0.2)
+    with pytest.raises(dist.DistStoreError, match="not all sides"):
+        begin(stores[1], 1, 3)
+    monkeypatch.setattr(weight_transfer, "STALL_SECONDS", 30.0)
+    for rank in (2, 0):  # all have joined now, but rank 1 waits no more
+        with pytest.raises(dist.DistStoreError, match="not all sides"):
+            begin(stores[rank], rank, 3)
+
+
+def test_an_error_of_the_code_that_takes_tensors_is_not_the_receivers(offer: Offer, weights: Weights) -> None:
+    ticket = new_ticket(offer, 1, "cpu")
+    receiver = Receiver(ticket, 1, CPU)
+    with sending(weights, ticket):
+        tensors = receiver.tensors()
+        next(tensors)
+        tensors.close()
+    assert receiver.error is None
 
 
 def test_nccl_is_used_only_between_gpus_of_their_own(offer: Offer) -> None:
@@ -233,3 +276,21 @@ def test_a_group_of_nccl_waits_with_a_limit_and_is_ended(
     assert (group.blocking, group.timeout) == ("1", weight_transfer.STALL_SECONDS)
     assert group.calls == ["broadcast", "wait 30"] * tensors + end
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def test_groups_made_at_the_same_time_leave_the_environment_as_it_was(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PretendedNccl.made = []
+
+    class Slow(PretendedNccl):
+        def __init__(self, *arguments: Any) -> None:
+            time.sleep(0.01)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Slow, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda rank: weight_transfer._nccl_group(store, rank, 8), range(8)))
+    assert [group.blocking for group in PretendedNccl.made] == ["1"] * 8
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cotune.errors import LearnerLost, SamplerError
-from cotune.integrations.cluster.weight_transfer import LearnerWeights, Offer, Ticket
+from cotune.integrations.cluster.weight_transfer import LearnerWeights, Offer, Received, Ticket
 from cotune.integrations.models.engine_sampler import BY_FILES
 from cotune.integrations.models.vllm import engine
 from cotune.integrations.models.vllm.adapters import read_weights
@@ -22,7 +22,14 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Weights, fingerprint
 
 WEIGHTS: Weights = {"a": np.arange(3, dtype=np.float32)}
-SENT = (fingerprint(WEIGHTS), "")
+
+
+def answer(fingerprint: str = "", transfer_error: str = "", load_error: str = "") -> Received:
+    return {"fingerprint": fingerprint, "transfer_error": transfer_error, "load_error": load_error}
+
+
+SENT = answer(fingerprint(WEIGHTS))
+CLOSED = answer(transfer_error="Connection closed")
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +46,7 @@ class TwoWorkers:
     errored = False
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
 
-    def __init__(self, answers: list[tuple[str, str]]) -> None:
+    def __init__(self, answers: list[Received]) -> None:
         self.answers = answers
         self.calls: list[str] = []
         self.loaded = ""
@@ -89,7 +96,7 @@ def test_weights_that_both_workers_received_are_not_written() -> None:
     async def scenario() -> None:
         llm = TwoWorkers([SENT, SENT])
         sampler = opened(llm)
-        assert await sampler.publish(PolicyRef("p", 1), Stored()) == SENT[0]
+        assert await sampler.publish(PolicyRef("p", 1), Stored()) == SENT["fingerprint"]
         assert "cotune_weights" not in llm.calls
         assert (await sampler.info()).counters == {}
 
@@ -99,20 +106,20 @@ def test_weights_that_both_workers_received_are_not_written() -> None:
 @pytest.mark.parametrize(
     ("answers", "error", "cause"),
     [
-        ([SENT, ("", "RuntimeError: out of memory")], None, "RuntimeError: out of memory"),
-        ([("", "Connection closed")] * 2, ValueError("killed"), "Connection closed (the learner: ValueError: killed)"),
-        ([SENT, ("f" * 64, "")], None, "other values arrived than were sent"),
-        ([("f" * 64, "")] * 2, None, "other values arrived than were sent"),
+        ([SENT, answer(transfer_error="RuntimeError: out of memory")], None, "RuntimeError: out of memory"),
+        ([CLOSED] * 2, ValueError("killed"), "Connection closed (the learner: ValueError: killed)"),
+        ([SENT, answer("f" * 64)], None, "other values arrived than were sent"),
+        ([answer("f" * 64)] * 2, None, "other values arrived than were sent"),
     ],
 )
 def test_a_failure_is_one_line_and_all_workers_load_these_and_later_weights_from_files(
-    answers: list[tuple[str, str]], error: Exception | None, cause: str, caplog: pytest.LogCaptureFixture
+    answers: list[Received], error: Exception | None, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         llm = TwoWorkers(answers)
         sampler = opened(llm)
         for version in (1, 2):
-            assert await sampler.publish(PolicyRef("p", version), Stored(error)) == SENT[0]
+            assert await sampler.publish(PolicyRef("p", version), Stored(error)) == SENT["fingerprint"]
             assert (await sampler.info()).counters == {BY_FILES: version}
         assert llm.calls.count("cotune_receive") == 1
         assert llm.calls.count("start_weight_update") == llm.calls.count("finish_weight_update") == 2
@@ -128,7 +135,7 @@ def test_weights_that_are_neither_sent_nor_read_break_the_engine_and_name_the_le
             raise LearnerLost("The machine is lost.", "Open a new learner.")
 
     async def scenario() -> None:
-        sampler = opened(TwoWorkers([("", "Connection closed")] * 2))
+        sampler = opened(TwoWorkers([CLOSED] * 2))
         with pytest.raises(LearnerLost, match="The machine is lost"):
             await sampler.publish(PolicyRef("p", 1), Gone())
         with pytest.raises(SamplerError, match="the engine's weights are lost: The machine is lost"):
@@ -146,5 +153,30 @@ def test_an_engine_that_loads_weights_answers_a_health_check() -> None:
         assert "is_paused" not in llm.calls
         await sampler.info()
         assert "is_paused" in llm.calls
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_ends_while_it_loads_weights_fails_a_health_check() -> None:
+    async def scenario() -> None:
+        llm = TwoWorkers([SENT, SENT])
+        sampler = opened(llm)
+        async with sampler._versions.lock:
+            llm.errored = True
+            with pytest.raises(SamplerError, match="vLLM's engine process has ended"):
+                await sampler.info()
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_does_not_take_the_tensors_breaks_the_engine() -> None:
+    async def scenario() -> None:
+        llm = TwoWorkers([CLOSED, answer(load_error="RuntimeError: no weights for ['a']"), CLOSED])
+        sampler = opened(llm)
+        with pytest.raises(SamplerError, match=r"weights are lost: .*did not load them: RuntimeError: no weights for"):
+            await sampler.publish(PolicyRef("p", 1), Stored())
+        assert "start_weight_update" not in llm.calls
+        with pytest.raises(SamplerError, match="weights are lost"):
+            await sampler.info()
 
     asyncio.run(scenario())
