@@ -179,10 +179,10 @@ def sent_fields(
             ids[i] = new_id
         fields["sent"] = tuple(ids)
 
-    tool_pairs = zip(sent.tools or (), call.tools or (), strict=True)
-    tools_changed = any(new is not old for new, old in tool_pairs)
-    if stored.tools and tools_changed:
-        (fields["sent_tools"],) = store_bodies([canonical({"tools": stored.tools})], [stored.tools])
+    if stored.tools:
+        tool_pairs = zip(sent.tools or (), call.tools or (), strict=True)
+        if any(new is not old for new, old in tool_pairs):
+            (fields["sent_tools"],) = store_bodies([canonical({"tools": stored.tools})], [stored.tools])
 
     form = sent.params.get("response_format")
     if form is not call.params.get("response_format"):

@@ -294,8 +294,7 @@ async def _respond_outside(call: LiveCall) -> Answer | None:
     assert call.episode.responder is not None
     with context_value(current_episode, None):
         response = await call.episode.responder.respond(call)
-    requested_candidates = int(call.params.get("n") or 1)
-    if response is not None and call.streamed and len(response.candidates) > requested_candidates:
+    if response is not None and call.streamed and len(response.candidates) > int(call.params.get("n") or 1):
         call.episode.warn(
             "buffered_stream",
             f"Role {call.role!r} streams its answers, and the best of several candidates is known only at the end: "

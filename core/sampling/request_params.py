@@ -168,9 +168,9 @@ def tools_shown(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | No
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of the request for the chat template: `chat_template_kwargs` and `reasoning_effort`."""
     options = dict(body.get("chat_template_kwargs") or {})
-    effort = body.get("reasoning_effort")
+    effort = body.get("reasoning_effort") or None
     reasoning = body.get("reasoning")  # the form of the Responses API
-    if not effort and isinstance(reasoning, Mapping):
+    if effort is None and isinstance(reasoning, Mapping):
         effort = reasoning.get("effort")
     if effort is not None:
         options.setdefault("reasoning_effort", effort)

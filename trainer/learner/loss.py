@@ -163,8 +163,7 @@ def _importance_weights(spec: LossSpec, tokens: Tokens) -> _ImportanceWeights:
     """Compute the policy ratio and the off-policy correction of each token."""
     if spec.ratio == "none":
         # There is no gradient by a ratio. It is a metric, and corrects for the sampler and for earlier steps at once.
-        ratio = (tokens.new.detach() - tokens.sampler).exp()
-        quotient = ratio
+        change = mismatch = tokens.new.detach() - tokens.sampler
     else:
         # The ratio compares the policy with itself before the update, which is compared with the sampler separately.
         change = tokens.new - tokens.old
@@ -172,10 +171,10 @@ def _importance_weights(spec: LossSpec, tokens: Tokens) -> _ImportanceWeights:
         if spec.ratio == "sequence":
             change = _row_mean(change, tokens.row, tokens.rows)
             mismatch = _row_mean(mismatch, tokens.row, tokens.rows)
-        ratio = change.exp()
-        quotient = mismatch.exp()
+    ratio = change.exp()
     if spec.tis_cap is None:
         return _ImportanceWeights(ratio, torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool))
+    quotient = mismatch.exp()
     return _ImportanceWeights(ratio, quotient.clamp(max=spec.tis_cap), quotient > spec.tis_cap)
 
 

@@ -145,7 +145,7 @@ class Reflection:
 
         # 2. The request is an episode of its own, so that it is recorded and its cost counted.
         async def reflect(_task: Any) -> dict[str, float | None]:
-            url, key_variable = self.options.reflection_url, self.options.reflection_key_env
+            url, key_variable = self.options.reflection_url or None, self.options.reflection_key_env
             if self.responder is not None:
                 url, key_variable = url or _NOWHERE, None
             with role(ROLE):

@@ -129,13 +129,20 @@ class WorkerPool:
         return job
 
     async def cancel(self, job: Job) -> EpisodeResult | None:
-        """Cancel a job. Returns its records, or None if it had not begun or its worker is lost. A worker that does not
-        stop the job in time is replaced."""
+        """Cancel a job. Returns its records, also if it has just ended, or None if it had not begun or its worker is
+        lost. A worker that does not stop the job in time is replaced."""
         job.cancelled = True
         worker = next((worker for worker in self._workers if job.request.id in worker.running), None)
         if worker is None:
-            job.ended.cancel()
+            job.ended.cancel()  # has no effect on a job that has just ended
+        else:
+            await self._stop_in(worker, job)
+        if job.ended.cancelled() or job.ended.exception():
             return None
+        return job.ended.result()
+
+    async def _stop_in(self, worker: _Worker, job: Job) -> None:
+        """Have a worker stop a job, and wait until the job has ended."""
         try:
             async with asyncio.timeout(self._limits.stop):
                 await worker.process.call("cancel", job.request.id)
@@ -146,9 +153,6 @@ class WorkerPool:
             worker.lose(Loss(gone.cause))
         # If the worker is lost, `_settle` ends the job.
         await asyncio.wait({job.ended})
-        if job.ended.cancelled() or job.ended.exception():
-            return None
-        return job.ended.result()
 
     async def aclose(self) -> None:
         """End all workers. Jobs that have not ended are cancelled."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +42,9 @@ def _moved_ranges(prompt: list[int], image_text: list[int], ranges: Sequence[Any
     start = 0
     for range_ in ranges:
         tokens = image_text[range_.offset : range_.offset + range_.length]
-        image_tokens += itertools.compress(tokens, _replaced_tokens(range_))
+        for token, is_replaced in zip(tokens, _replaced_tokens(range_), strict=True):
+            if is_replaced:
+                image_tokens.append(token)
         later_positions = range(start, len(prompt))
         offset = next((i for i in later_positions if prompt[i : i + len(tokens)] == tokens), None)
         if offset is None:

@@ -90,4 +90,4 @@ def test_template_options():
         "reasoning_effort": "low",
     }
     assert template_options({"reasoning": {"effort": "high", "summary": None}}) == {"reasoning_effort": "high"}
-    assert template_options({}) == {}
+    assert template_options({}) == template_options({"reasoning_effort": ""}) == {}

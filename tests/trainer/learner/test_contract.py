@@ -411,7 +411,7 @@ def test_adopted_weights_are_trained_on(opened, base, layout):
     learner.update("a", make_rows(seed=1))
     assert not same(snapshot(learner, "a"), taken)
     name = next(iter(taken))
-    with pytest.raises(RunError, match="another shape than those of policy 'b'"):
+    with pytest.raises(RunError, match="other names or shapes than the weights of policy 'b'"):
         learner.adopt("b", {**taken, name: taken[name][:1]})
 
 

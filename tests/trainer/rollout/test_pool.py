@@ -101,6 +101,20 @@ def test_a_pool_that_gives_up_over_an_episode_that_failed_fails_all_the_others()
     asyncio.run(look())
 
 
+def test_a_job_that_has_just_ended_keeps_its_records_when_it_is_cancelled() -> None:
+    """It has left its worker then, and who waits for it has not gone on yet."""
+
+    async def look() -> None:
+        ended, waiting = Job(request("ended")), Job(request("waiting"))
+        result: Any = object()
+        ended.ended.set_result(result)
+        assert await pool().cancel(ended) is result
+        assert await pool().cancel(waiting) is None
+        assert waiting.ended.cancelled()
+
+    asyncio.run(look())
+
+
 def test_a_lost_episode_is_redacted() -> None:
     written: list[Any] = []
 
