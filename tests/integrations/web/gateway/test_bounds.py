@@ -193,7 +193,7 @@ def test_an_open_episode_keeps_no_prompts(traced: None, tmp_path: Path) -> None:
             return tracemalloc.get_traced_memory()[0]
 
         before = asked(4, "first")
-        assert (asked(20, "then") - before) / 20 < LENGTH / 5  # rows of the store come and go
+        assert (asked(60, "then") - before) / 60 < LENGTH / 5  # the writer may hold its last rows
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_a_trace_keeps_no_prompts(traced: None, provider: Any, tmp_path: Path) -
 
         provider.reply = lambda body, number: (200, "application/json", [WHOLE])
         before = asked(20, "first")  # what redactors returned is kept up to 16 MiB
-        assert (asked(20, "then") - before) / 20 < LENGTH / 5  # rows of the store come and go
+        assert (asked(60, "then") - before) / 60 < LENGTH / 5  # the writer may hold its last rows
 
 
 def response(number: int, text: str) -> dict[str, Any]:
