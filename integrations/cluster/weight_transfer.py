@@ -13,6 +13,7 @@ its workers as files. That needs the machine of rank 0, but not its process.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import uuid
@@ -44,9 +45,6 @@ STALL_SECONDS = 30.0
 """How long joining the group or one tensor may take."""
 FETCH_SECONDS = 600.0
 """How long Ray may take to bring weights from the learner's machine to this one."""
-
-_environment_lock = threading.Lock()
-"""Held while an environment variable has another value for a moment."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -271,6 +269,12 @@ def _begin_together(store: dist.Store, rank: int, size: int) -> None:
         raise dist.DistStoreError(f"not all sides of a transfer of weights have joined within {STALL_SECONDS:g} s")
 
 
+@functools.cache
+def _environment_lock() -> threading.Lock:
+    """The lock that is held while an environment variable of this process has another value for a moment."""
+    return threading.Lock()
+
+
 def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
     """A group of NCCL whose errors are raised by `wait`.
 
@@ -278,7 +282,7 @@ def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
     later ends the process. torch reads the variable below when a group is made.
     """
     variable = "TORCH_NCCL_BLOCKING_WAIT"
-    with _environment_lock:
+    with _environment_lock():
         before = os.environ.get(variable)
         os.environ[variable] = "1"
         try:
