@@ -6,14 +6,13 @@ them to its workers (`send`, `Receiver`). Rank 0 keeps no versions: it can send 
 at any time, also to an engine that has restarted.
 
 Each transfer has a process group of its own: rank 0 is the learner, and the other ranks are the workers of one engine.
-It uses NCCL if both sides compute on GPUs of their own, and gloo otherwise. Each wait has a limit, so a side that is
-lost is an error on the other sides. The engine then reads the same weights from Ray's object store and gives them to
-its workers as files. That needs the machine of rank 0, but not its process.
+It uses NCCL if both sides compute on GPUs of their own, and gloo otherwise. Each wait has a limit, except the start of
+NCCL itself, so a side that is lost is an error on the other sides. The engine then reads the same weights from Ray's
+object store and gives them to its workers as files. That needs the machine of rank 0, but not its process.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import uuid
@@ -143,8 +142,9 @@ class LearnerWeights(RemoteWeights):
         return self._send(self._stored, ticket)
 
 
-def send(weights: Weights, ticket: Ticket, device: torch.device) -> None:
-    """Send weights from rank 0. `device` is the GPU to send from over NCCL. Raises an error if a worker is lost."""
+def send(weights: Weights, ticket: Ticket, device: torch.device, groups: NcclGroups) -> None:
+    """Send weights from rank 0. `device` is the GPU to send from over NCCL, and `groups` is one object for all
+    transfers of the process. Raises an error if a worker is lost."""
     device = transfer_device(ticket, device)
 
     def copy(name: str) -> Tensor:
@@ -152,7 +152,7 @@ def send(weights: Weights, ticket: Ticket, device: torch.device) -> None:
 
     first_name, *other_names = sorted(ticket["shapes"])
     first = copy(first_name)  # the workers need not wait for it once all have joined
-    with transfer_group(ticket, 0, device) as group:
+    with transfer_group(ticket, 0, device, groups) as group:
         group.broadcast(first)
         del first
         for name in other_names:
@@ -182,7 +182,8 @@ class Receiver:
         """Allocate each tensor and receive it, the first one before it joins: without memory it does not join."""
         shapes = sorted(self._ticket["shapes"].items())
         first: Tensor | None = self._allocate(shapes[0][1])
-        with transfer_group(self._ticket, self._rank, self._device) as group:
+        groups = NcclGroups()  # a worker receives one set of weights at a time
+        with transfer_group(self._ticket, self._rank, self._device, groups) as group:
             for name, shape in shapes:
                 tensor = self._allocate(shape) if first is None else first
                 first = None
@@ -216,6 +217,35 @@ class TransferGroup:
         self._group.broadcast([tensor], options).wait(timedelta(seconds=STALL_SECONDS))
 
 
+class NcclGroups:
+    """Makes groups of NCCL whose errors are raised by `wait`.
+
+    By default NCCL's errors are asynchronous: `wait` only orders streams, and a thread of torch that finds an error
+    later ends the process. torch reads an environment variable when a group is made, so a process makes one group at a
+    time.
+    """
+
+    _VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def make(self, store: dist.Store, rank: int, size: int) -> Any:
+        """Make the group of a transfer."""
+        with self._lock:
+            before = os.environ.get(self._VARIABLE)
+            os.environ[self._VARIABLE] = "1"
+            try:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=STALL_SECONDS)
+                return dist.ProcessGroupNCCL(store, rank, size, options)
+            finally:
+                if before is None:
+                    del os.environ[self._VARIABLE]
+                else:
+                    os.environ[self._VARIABLE] = before
+
+
 def transfer_device(ticket: Ticket, device: torch.device) -> torch.device:
     """Where the tensors of a transfer are on a rank that computes on `device`: there for NCCL, in the host's memory for
     gloo."""
@@ -223,7 +253,7 @@ def transfer_device(ticket: Ticket, device: torch.device) -> torch.device:
 
 
 @contextmanager
-def transfer_group(ticket: Ticket, rank: int, device: torch.device) -> Iterator[TransferGroup]:
+def transfer_group(ticket: Ticket, rank: int, device: torch.device, groups: NcclGroups) -> Iterator[TransferGroup]:
     """Join the process group of a transfer, and leave it together with the others. An error on one rank breaks the
     connections of all. `device` is that of `transfer_device`."""
     store = dist.PrefixStore(f"transfer/{ticket['id']}", connect_store(ticket["host"], ticket["port"]))
@@ -242,7 +272,7 @@ def transfer_group(ticket: Ticket, rank: int, device: torch.device) -> Iterator[
 
     # NCCL connects from the thread's current GPU, which is the first one in a new thread.
     with torch.cuda.device(device):
-        group = _nccl_group(store, rank, size)
+        group = groups.make(store, rank, size)
         try:
             yield TransferGroup(group)
             leave_together()
@@ -267,33 +297,6 @@ def _begin_together(store: dist.Store, rank: int, size: int) -> None:
         decision = "leave"
     if store.compare_set("decision", "", decision) != b"begin":
         raise dist.DistStoreError(f"not all sides of a transfer of weights have joined within {STALL_SECONDS:g} s")
-
-
-@functools.cache
-def _environment_lock() -> threading.Lock:
-    """The lock that is held while an environment variable of this process has another value for a moment."""
-    return threading.Lock()
-
-
-def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
-    """A group of NCCL whose errors are raised by `wait`.
-
-    By default NCCL's errors are asynchronous: `wait` only orders streams, and a thread of torch that finds an error
-    later ends the process. torch reads the variable below when a group is made.
-    """
-    variable = "TORCH_NCCL_BLOCKING_WAIT"
-    with _environment_lock():
-        before = os.environ.get(variable)
-        os.environ[variable] = "1"
-        try:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=STALL_SECONDS)
-            return dist.ProcessGroupNCCL(store, rank, size, options)
-        finally:
-            if before is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = before
 
 
 def connect_store(host: str, port: int) -> dist.TCPStore:

@@ -97,13 +97,13 @@ def _send_directly(sample: Weights) -> None:
     import torch
     import torch.distributed as dist
 
-    from cotune.integrations.cluster.weight_transfer import Offer, Receiver, new_ticket, send
+    from cotune.integrations.cluster.weight_transfer import NcclGroups, Offer, Receiver, new_ticket, send
 
     cpu = torch.device("cpu")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ticket = new_ticket(Offer.of(sample, "127.0.0.1", store.port, "cpu"), 1, "cpu")
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(send, sample, ticket, cpu)
+        sending = pool.submit(send, sample, ticket, cpu, NcclGroups())
         for _ in Receiver(ticket, 1, cpu).tensors():
             pass
         sending.result()

@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 
 from cotune.integrations.cluster import weight_transfer
-from cotune.integrations.cluster.weight_transfer import Offer, Receiver, Ticket, TransferGroup, new_ticket, send
+from cotune.integrations.cluster.weight_transfer import (
+    NcclGroups,
+    Offer,
+    Receiver,
+    Ticket,
+    TransferGroup,
+    new_ticket,
+    send,
+)
 from cotune.sampling.protocol import Weights, fingerprint
 from tests.ports import free_port
 
@@ -43,7 +51,7 @@ def broadcast_and_die(group, tensor):
     os._exit(1)
 
 weight_transfer.TransferGroup.broadcast = broadcast_and_die
-weight_transfer.send(weights, ticket, torch.device("cpu"))
+weight_transfer.send(weights, ticket, torch.device("cpu"), weight_transfer.NcclGroups())
 """
 
 
@@ -73,7 +81,7 @@ def receive(ticket: Ticket, rank: int) -> tuple[dict[str, np.ndarray], str]:
 @contextmanager
 def sending(weights: Weights, ticket: Ticket) -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor() as pool:
-        pool.submit(send, weights, ticket, CPU)
+        pool.submit(send, weights, ticket, CPU, NcclGroups())
         yield pool
 
 
@@ -171,7 +179,7 @@ def test_a_worker_that_fails_ends_the_transfer_of_all(
         tensors.close()  # what an error in the consumer does
 
     with ThreadPoolExecutor() as pool:
-        sender = pool.submit(send, weights, ticket, CPU)
+        sender = pool.submit(send, weights, ticket, CPU, NcclGroups())
         other = pool.submit(receive, ticket, 2)
         pool.submit(fails).result(30)
         assert isinstance(sender.exception(30), RuntimeError)
@@ -188,7 +196,7 @@ def test_a_worker_without_memory_does_not_join_and_no_side_begins(
     begun: list[Any] = []
     monkeypatch.setattr(dist, "ProcessGroupGloo", lambda *arguments: begun.append(arguments))
     with ThreadPoolExecutor() as pool:
-        sender = pool.submit(send, weights, ticket, CPU)
+        sender = pool.submit(send, weights, ticket, CPU, NcclGroups())
         other = pool.submit(receive, ticket, 2)
         with pytest.raises(RuntimeError) as raised:
             next(without_memory.tensors())
@@ -269,9 +277,9 @@ def test_a_group_of_nccl_waits_with_a_limit_and_is_ended(
     weights = dict.fromkeys("abc", np.zeros(2, np.float32))
     if end == ["abort"]:
         with pytest.raises(RuntimeError, match="NCCL found an error"):
-            send(weights, ticket, CPU)
+            send(weights, ticket, CPU, NcclGroups())
     else:
-        send(weights, ticket, CPU)
+        send(weights, ticket, CPU, NcclGroups())
     (group,) = PretendedNccl.made
     assert (group.blocking, group.timeout) == ("1", weight_transfer.STALL_SECONDS)
     assert group.calls == ["broadcast", "wait 30"] * tensors + end
@@ -290,7 +298,8 @@ def test_groups_made_at_the_same_time_leave_the_environment_as_it_was(
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Slow, raising=False)
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    groups = NcclGroups()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda rank: weight_transfer._nccl_group(store, rank, 8), range(8)))
+        list(pool.map(lambda rank: groups.make(store, rank, 8), range(8)))
     assert [group.blocking for group in PretendedNccl.made] == ["1"] * 8
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"

@@ -25,7 +25,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.config.learner import LearnerSettings
 from cotune.integrations.cluster import weight_transfer
-from cotune.integrations.cluster.weight_transfer import Offer, Ticket
+from cotune.integrations.cluster.weight_transfer import NcclGroups, Offer, Ticket
 from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.records.policies import Policies
@@ -122,6 +122,7 @@ class FsdpWorker:
         self._rank = rank
         self._size = size
         self._store: dist.TCPStore | None = None
+        self._nccl_groups = NcclGroups()
 
     def listen(self, host: str, seconds: float) -> int:
         """Serve the store that lets ranks find each other, on a free port of rank 0. Returns the port; 0 on other
@@ -182,7 +183,7 @@ class FsdpWorker:
 
     def send(self, weights: Weights, ticket: Ticket) -> None:
         """Send weights from rank 0 to the workers of an engine. This may run beside other calls."""
-        weight_transfer.send(weights, ticket, self._sends_from)
+        weight_transfer.send(weights, ticket, self._sends_from, self._nccl_groups)
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:
         return dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))
