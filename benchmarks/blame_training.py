@@ -32,7 +32,6 @@ from rich.table import Table
 import cotune
 from benchmarks.blame_training_apps import APPLICATIONS, Application, right_answer
 from benchmarks.kept_results import KeptResults
-from cotune.intervals import share
 from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.train import resume, train
@@ -112,10 +111,9 @@ def rows(line: Mapping[str, Any], tasks: int) -> Sequence[tuple[str, ...]]:
     listed = []
     for role, (mean, low, high) in sorted(line["points"].items(), key=lambda item: -item[1][0]):
         gain = line["gains"][role]
-        base, trained = share(gain["base"], tasks), share(gain["trained"], tasks)
-        assert base is not None and trained is not None
-        points = f"{100 * (trained.mean - base.mean):+.1f}"
-        after = f"{base.mean:.1%} to {trained.mean:.1%}"
+        base, trained = gain["base"] / tasks, gain["trained"] / tasks
+        points = f"{100 * (trained - base):+.1f}"
+        after = f"{base:.1%} to {trained:.1%}"
         listed.append(
             (line["application"], role, f"{mean:.0f} ({low:.0f} to {high:.0f})", points, after, str(gain["steps"]))
         )

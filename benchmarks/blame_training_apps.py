@@ -13,7 +13,7 @@ from cotune.types import Call, Candidate
 from examples.word_problems import app
 from examples.word_problems.app import ATTEMPTS, CHECKER, calculator, checker, model, planner
 from examples.word_problems.tasks import Problem
-from examples.word_problems.train import checker_reward, planner_reward
+from examples.word_problems.train import sum_written, verdict_given
 
 REPLANNER = "The first sum was rejected. Write another sum that answers the question."
 REPORTER = "Repeat the number after Result."
@@ -71,17 +71,9 @@ async def four_roles(task: Problem) -> bool:
     return state.get("report") == task["answer"]
 
 
-@four_roles.scorer("planner")
-@four_roles.scorer("replanner")
-def sum_written(candidate: Candidate, call: Call, task: Problem) -> dict[str, float]:
-    """Reward the sum of a planner."""
-    return planner_reward(candidate.text, task)
-
-
-@four_roles.scorer("checker")
-def verdict_given(candidate: Candidate, call: Call, task: Problem) -> dict[str, float]:
-    """Whether the verdict on the calculated value is right."""
-    return checker_reward(candidate.text, right=call.state["value"] == task["answer"])
+four_roles.scorer("planner")(sum_written)
+four_roles.scorer("replanner")(sum_written)
+four_roles.scorer("checker")(verdict_given)
 
 
 @four_roles.scorer("reporter")
