@@ -136,23 +136,19 @@ class WorkerPool:
         if worker is None:
             job.ended.cancel()  # has no effect on a job that has just ended
         else:
-            await self._stop_in(worker, job)
+            try:
+                async with asyncio.timeout(self._limits.stop):
+                    await worker.process.call("cancel", job.request.id)
+                    await asyncio.wait({job.ended})
+            except TimeoutError:
+                worker.lose(Loss(f"{job.name} did not stop within {self._limits.stop:g} s of being cancelled"))
+            except ProcessGone as gone:
+                worker.lose(Loss(gone.cause))
+            # If the worker is lost, `_settle` ends the job.
+            await asyncio.wait({job.ended})
         if job.ended.cancelled() or job.ended.exception():
             return None
         return job.ended.result()
-
-    async def _stop_in(self, worker: _Worker, job: Job) -> None:
-        """Have a worker stop a job, and wait until the job has ended."""
-        try:
-            async with asyncio.timeout(self._limits.stop):
-                await worker.process.call("cancel", job.request.id)
-                await asyncio.wait({job.ended})
-        except TimeoutError:
-            worker.lose(Loss(f"{job.name} did not stop within {self._limits.stop:g} s of being cancelled"))
-        except ProcessGone as gone:
-            worker.lose(Loss(gone.cause))
-        # If the worker is lost, `_settle` ends the job.
-        await asyncio.wait({job.ended})
 
     async def aclose(self) -> None:
         """End all workers. Jobs that have not ended are cancelled."""
