@@ -48,6 +48,9 @@ FRAMEWORKS = (
         ("openai",),
         {
             "openai._base_client": "sdk",
+            "openai.resources.chat.completions.completions": "answer_models:install_chat",
+            "openai.resources.responses": "answer_models:install_responses",
+            "openai.resources.beta.responses": "answer_models:install_beta_responses",
             "openai.resources.responses.responses": "sdk:install_sockets",
             "openai.resources.beta.responses.responses": "sdk:install_sockets",
             "openai.resources.realtime.realtime": "sdk:install_sockets",

@@ -24,4 +24,4 @@ def test_no_call_is_on_the_wrong_role_episode_turn_or_candidate(calls: int):
     assert done.stdout, done.stderr[-20_000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["calls"] >= calls
-    assert result["wrong"] == 0, result
+    assert result["wrong"] == 0, done.stdout
