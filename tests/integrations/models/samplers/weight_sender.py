@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cotune.integrations.cluster import weight_transfer
-from cotune.integrations.cluster.weight_transfer import LearnerWeights, Offer, Ticket
+from cotune.integrations.cluster.weight_transfer import LearnerWeights, NcclGroups, Offer, Ticket
 from cotune.integrations.cluster.worker_group import WorkerGroup
 from cotune.sampling.protocol import Weights
 
@@ -62,7 +62,7 @@ class Sender:
             weights = Altered(weights)
         elif self._behaviour:
             weights = Cut(weights, dies=self._behaviour == "dies")
-        weight_transfer.send(weights, ticket, torch.device("cpu"))
+        weight_transfer.send(weights, ticket, torch.device("cpu"), NcclGroups())
 
 
 @contextmanager
