@@ -52,7 +52,7 @@ os.environ.update(OPENAI_BASE_URL="http://127.0.0.1:9/v1", OPENAI_API_KEY="none"
 from rich.console import Console
 
 from benchmarks.blame_costs import APPLICATIONS, Answered, Costs, draw
-from benchmarks.blame_faults import KINDS, Errors, Example
+from benchmarks.blame_faults import KINDS, Errors, Example, functions_called
 from benchmarks.blame_structures import STRUCTURES
 from benchmarks.blame_summary import summarize, tables
 from benchmarks.blame_workflows import run_rounds
@@ -309,8 +309,8 @@ def guesses(failed: Sequence[Trace]) -> dict[str, str]:
     for trace in failed:
         shares: dict[str, float] = {}
         for call in trace:
-            functions = [tool["function"] for tool in call.answer.get("tool_calls") or ()]
-            said = re.findall(r"\w+", json.dumps([call.answer.get("content") or "", *functions]))
+            answer = [call.answer.get("content") or "", *functions_called(call.answer)]
+            said = re.findall(r"\w+", json.dumps(answer))
             prompt = set(re.findall(r"\w+", json.dumps(call.messages)))
             unsupported = sum(word not in prompt for word in said) / max(len(said), 1)
             shares[call.role] = max(shares.get(call.role, 0.0), unsupported)

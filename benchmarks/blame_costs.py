@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks.blame_faults import Errors, Example
-from benchmarks.blame_structures import SIX
+from benchmarks.blame_structures import ROLES, SIX
 from cotune.reading.blame import LEAST_EFFECT
 from examples.gallery.warm import Message
 from examples.support_desk.base import GREETINGS, TOPICS
@@ -195,15 +195,15 @@ APPLICATIONS: Mapping[str, Application] = {
     "autogen_team": Application(autogen_team, ("prices", "maths")),
     "agents_handoffs": Application(agents_handoffs, ("triage", *TOPICS)),
     "crewai_flow": Application(crewai_flow, ("triage", "writer")),
-    "chain_of_six": Application(chain_of_six, SIX),
-    "fan_out": Application(fan_out, ("worker", "join")),
-    "loop": Application(loop, ("writer", "reviewer")),
-    "clerk_with_tool": Application(clerk_with_tool, ("clerk", "writer")),
-    "flow_side_by_side": Application(flow_side_by_side, ("start", "left", "right", "agree")),
-    "flow_of_three": Application(flow_of_three, ("reader", "writer", "sender")),
-    "crew_of_three": Application(crew_of_three, ("reader", "writer", "sender")),
-    "crew_side_by_side": Application(crew_side_by_side, ("left", "right", "join")),
-    "vote": Application(vote, ("first", "second", "third", "judge")),
+    "chain_of_six": Application(chain_of_six, ROLES["chain_of_six"]),
+    "fan_out": Application(fan_out, ROLES["fan_out"]),
+    "loop": Application(loop, ROLES["loop"]),
+    "clerk_with_tool": Application(clerk_with_tool, ROLES["clerk_with_tool"]),
+    "flow_side_by_side": Application(flow_side_by_side, ROLES["flow_side_by_side"]),
+    "flow_of_three": Application(flow_of_three, ROLES["flow_of_three"]),
+    "crew_of_three": Application(crew_of_three, ROLES["crew_of_three"]),
+    "crew_side_by_side": Application(crew_side_by_side, ROLES["crew_side_by_side"]),
+    "vote": Application(vote, ROLES["vote"]),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from examples.gallery.warm import Message
+from examples.gallery.warm import Message, says
 
 KINDS = ("wrong fact", "dropped constraint", "bad format", "arithmetic slip")
 NUMBER = re.compile(r"\d+")
@@ -63,8 +63,7 @@ def spoil(
     if right.get("tool_calls"):
         wrong = _spoil_tool_call(right, kind, chance)
     elif kind != "wrong fact":
-        text = _spoil_text(str(right["content"]), kind, chance)
-        wrong = {"role": "assistant", "content": text}
+        wrong = says(_spoil_text(str(right["content"]), kind, chance))
     while wrong is None or _same(wrong, right):
         wrong = example.wrong(chance, messages)
     return wrong
@@ -76,7 +75,7 @@ def _spoil_tool_call(right: Message, kind: str, chance: random.Random) -> Messag
     arguments = json.loads(function["arguments"])
     if kind == "bad format":
         words = " ".join([function["name"], *arguments.values()])
-        return {"role": "assistant", "content": _spoil_text(words, kind, chance)}
+        return says(_spoil_text(words, kind, chance))
     if kind == "wrong fact" or not arguments:
         return None
     spoiled = {name: _spoil_text(value, kind, chance) for name, value in arguments.items()}
@@ -101,8 +100,9 @@ def _spoil_text(text: str, kind: str, chance: random.Random) -> str:
 
 def _same(one: Message, other: Message) -> bool:
     """Whether two answers say the same: their texts, and their tool calls without the ids."""
-    return (one.get("content") or "", _functions(one)) == (other.get("content") or "", _functions(other))
+    return (one.get("content") or "", functions_called(one)) == (other.get("content") or "", functions_called(other))
 
 
-def _functions(message: Message) -> list[Any]:
+def functions_called(message: Message) -> list[Any]:
+    """The functions that an answer calls, with their arguments."""
     return [call["function"] for call in message.get("tool_calls") or ()]

@@ -51,7 +51,7 @@ class KeyUse:
                 rewarded.add(record.target)
             elif isinstance(record, Episode) and record.key:
                 new_episodes[app_prefix + record.key] += 1
-        self._episodes = new_episodes.copy()
+        self._episodes = new_episodes
         """The number of stored and new episodes of each key, by reward target."""
         self._names: dict[str, set[str]] = {}
         """The names of the rewards of each key, by reward target."""

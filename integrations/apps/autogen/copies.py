@@ -62,13 +62,14 @@ def _copy_state(value: Any, copies: dict[int, Any]) -> Any:
     # Registered before its attributes are copied: an attribute may refer back to the object.
     copies[id(value)] = new
     attributes = vars(value)
-    new.__dict__.update(attributes)
     is_team = _TEAM_ID in attributes
     if is_team:
         old_id = attributes[_TEAM_ID]
         new_id = str(uuid.uuid4())
         for name, item in attributes.items():
             new.__dict__[name] = _replace_team_id(item, old_id, new_id)
+    else:
+        new.__dict__.update(attributes)
     for name, item in list(vars(new).items()):
         new.__dict__[name] = _copy(item, copies)
     if is_team:

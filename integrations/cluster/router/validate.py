@@ -50,9 +50,9 @@ def _completion_fault(completion: Completion, max_tokens: int, vocabulary: int |
         return "a log-probability that is not finite"
     if max(logprobs) > ROUNDING:
         return f"the log-probability {max(logprobs):.6g}, which is above 0"
-    if min(ids) < 0 and vocabulary is None:
-        return f"the token id {next(id for id in ids if id < 0)}"
-    if vocabulary is not None and (min(ids) < 0 or max(ids) >= vocabulary):
-        outside = next(id for id in ids if not 0 <= id < vocabulary)
-        return f"the token id {outside}, outside the vocabulary of {vocabulary}"
+    limit = math.inf if vocabulary is None else vocabulary
+    if min(ids) < 0 or max(ids) >= limit:
+        outside = next(id for id in ids if not 0 <= id < limit)
+        known = "" if vocabulary is None else f", outside the vocabulary of {vocabulary}"
+        return f"the token id {outside}{known}"
     return None

@@ -305,10 +305,10 @@ class VllmSampler(LoopSampler):
                 f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
                 "Open an engine for each policy that is trained in full.",
             )
-        sendable = weights if isinstance(weights, LearnerWeights) else None
-        folder = None
-        if sendable is None or not self._receives or sendable.address in self._failed_learners:
-            folder = await self._write(policy, weights)
+        sendable = None
+        if isinstance(weights, LearnerWeights) and self._receives and weights.address not in self._failed_learners:
+            sendable = weights
+        folder = None if sendable is not None else await self._write(policy, weights)
         try:
             # Refuse new requests of all served versions, and wait until their last request has ended.
             self._replaced |= {version.policy for version in self._versions.all()}
@@ -316,11 +316,9 @@ class VllmSampler(LoopSampler):
             while any(version.running for version in ending):
                 await asyncio.sleep(0.01)
             await self._llm.pause_generation(mode="wait", clear_cache=True)
-            loaded = ""
-            if folder is None and sendable is not None:
-                loaded = await self._receive(policy, sendable)
+            loaded = "" if sendable is None else await self._receive(policy, sendable)
             if not loaded:
-                self._by_files += sendable is not None
+                self._by_files += isinstance(weights, LearnerWeights)
                 loaded = await self._load_files(folder or await self._write(policy, weights))
             await self._llm.reset_prefix_cache()
             await self._llm.resume_generation()
