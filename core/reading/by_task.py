@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from statistics import fmean
 
 import msgspec
@@ -48,8 +49,7 @@ def by_task(evaluation: StoredEvaluation, label: str, against: str) -> list[Eval
         endings = modes[name].by_task.get(task, ()) if name in modes else ()
         return _figures(endings, has_success, floor)
 
-    rows: list[EvaluatedTask] = []
-    sort_keys: dict[str, tuple[bool, float, float, float, float, str]] = {}
+    keyed_rows: list[tuple[tuple[bool, float, float, float, float, str], EvaluatedTask]] = []
     for task in tasks:
         success_after, reward_after = figures_in(label, task)
         success_before, reward_before = figures_in(against, task)
@@ -57,8 +57,8 @@ def by_task(evaluation: StoredEvaluation, label: str, against: str) -> list[Eval
         reward_change = _difference(reward_after, reward_before)
         change = success_change if has_success else reward_change
         endings = {name: mode.endings[task] for name, mode in modes.items() if task in mode.endings}
-        rows.append(EvaluatedTask(task=task, endings=endings, change=change))
-        sort_keys[task] = (
+        row = EvaluatedTask(task=task, endings=endings, change=change)
+        sort_key = (
             change is None,
             success_change or 0.0,
             reward_change or 0.0,
@@ -66,7 +66,8 @@ def by_task(evaluation: StoredEvaluation, label: str, against: str) -> list[Eval
             reward_after or 0.0,
             task,
         )
-    return sorted(rows, key=lambda row: sort_keys[row.task])
+        keyed_rows.append((sort_key, row))
+    return [row for _, row in sorted(keyed_rows, key=itemgetter(0))]
 
 
 def _difference(after: float | None, before: float | None) -> float | None:

@@ -218,15 +218,17 @@ class _Request:
     async def wait_for_start(self) -> None:
         """Wait until the loop starts the work or is seen to be blocked, without blocking the running loop."""
         started = asyncio.wrap_future(self._started)
-        done, _ = await asyncio.wait([started], timeout=LOOP_CHECK)
-        while not done and not self._is_stuck():
+        while True:
             done, _ = await asyncio.wait([started], timeout=LOOP_CHECK)
+            if done or self._is_stuck():
+                return
 
     def wait_for_start_blocking(self) -> None:
         """Wait until the loop starts the work or is seen to be blocked."""
-        done, _ = concurrent.futures.wait([self._started], LOOP_CHECK)
-        while not done and not self._is_stuck():
+        while True:
             done, _ = concurrent.futures.wait([self._started], LOOP_CHECK)
+            if done or self._is_stuck():
+                return
 
     def _is_stuck(self) -> bool:
         """Whether the loop's thread waits at the same place as at the previous check, so that the loop cannot start."""

@@ -157,6 +157,7 @@ def call_findings(
 ) -> Iterator[Finding]:
     """Yield findings on calls that failed, and on request parameters that training replaces."""
     plans = config.plans_of(plan, config.named_roles)
+    own_sampling = config.own_sampling(config.named_roles)
     for checked in roles:
         role = checked.role
         role_calls = [call for call in calls if call.role == role]
@@ -170,17 +171,18 @@ def call_findings(
         if checked.kind == "provider":
             continue
         role_plan = plans.get(role, plan)
-        yield from _parameter_findings(checked, role_calls, role_plan, config)
+        policy_temperature = own_sampling.get(role, {}).get("temperature")
+        yield from _parameter_findings(checked, role_calls, role_plan, config, policy_temperature)
         if plan.kind == "tree" and any(call.streamed and len(call.candidates) > 1 for call in role_calls):
             text = f"streams; with {role_plan.k} candidates per call the answer comes at once, when one is chosen."
             yield Finding("note", role, text)
 
 
 def _parameter_findings(
-    checked: RoleCheck, calls: Sequence[CallRecord], plan: Plan, config: TrainConfig
+    checked: RoleCheck, calls: Sequence[CallRecord], plan: Plan, config: TrainConfig, policy_temperature: float | None
 ) -> Iterator[Finding]:
     """Yield findings on request parameters in the calls of one role that training replaces, or that replace a setting
-    of training. `plan` is the plan of the role."""
+    of training. `plan` is the plan of the role, `policy_temperature` the temperature that its [[policy]] sets."""
     role = checked.role
     requested: dict[str, list[float]] = {}
     for name in ("n", "temperature", "seed", *_LIMITS, *UNSHAPED):
@@ -193,7 +195,6 @@ def _parameter_findings(
         if plan.kind == "tree":
             text = f"{max(n, plan.k)} are drawn and compared"
         yield Finding("warns", role, f"asks for n = {n} choices; {text}.")
-    policy_temperature = config.own_sampling(config.named_roles).get(role, {}).get("temperature")
     temperature, setting = policy_temperature, "temperature of its [[policy]]"
     if policy_temperature is None:
         temperature, setting = config.sampling.temperature, "sampling.temperature"

@@ -414,11 +414,10 @@ def _claimed_folder(out: RunLayout | None, run: Path | None) -> Iterator[tuple[R
     """
     is_new = out is None or not out.path.exists()
     folder = out
-    if folder is None and run is None:
-        yield None, ["Not stored: only a run has a place for its evaluations. Store this one with --out FOLDER."]
-        return
     if folder is None:
-        assert run is not None
+        if run is None:
+            yield None, ["Not stored: only a run has a place for its evaluations. Store this one with --out FOLDER."]
+            return
         try:
             folder = RunLayout(claim_folder(run))
         except OSError as error:

@@ -264,7 +264,9 @@ def _build_block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
     queries = np.zeros((rows, most_queries), np.int64)
     keys = np.zeros((rows, most_keys), np.int64)
     real = np.zeros(queries.shape, np.bool_)
-    # The spans of padded keys are empty: they begin after every place of the tree.
+    # Roots see all keys up to their own, so they need no spans. The spans of padded keys are empty: they begin after
+    # every place of the tree.
+    has_branch = any(map(_is_branch, units))
     place = np.zeros(queries.shape, np.int32)
     first = np.full(keys.shape, len(tree.tokens), np.int32)
     last = np.zeros(keys.shape, np.int32)
@@ -274,13 +276,13 @@ def _build_block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
         queries[row, : len(unit_queries)] = unit_queries
         real[row, : len(unit_queries)] = True
         keys[row, : len(unit_keys)] = unit_keys
+        if not has_branch:
+            continue
         place[row] = tree.places[unit_keys[0]]  # also of padding, which then sees its first key
         place[row, : len(unit_queries)] = tree.places[unit_queries]
         first[row, : len(unit_keys)] = tree.places[unit_keys]
         last[row, : len(unit_keys)] = tree.lasts[unit_keys]
-    # Roots see all keys up to their own, so they need no spans.
-    spans = Spans(place, first, last) if any(map(_is_branch, units)) else None
-    return Block(queries, keys, real, spans)
+    return Block(queries, keys, real, Spans(place, first, last) if has_branch else None)
 
 
 def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:

@@ -621,18 +621,15 @@ class Figures:
                 messages_of_calls[str(episode), str(id)] = call.messages
 
         # 3. The messages of the other calls.
-        messages_to_search: set[str] = set()
-        for (episode, _), messages in messages_of_calls.items():
-            if column != "episode" or episode not in episodes_with_hit:
-                messages_to_search.update(messages)
+        if column == "episode":
+            messages_of_calls = {key: m for key, m in messages_of_calls.items() if key[0] not in episodes_with_hit}
+        messages_to_search = {message for messages in messages_of_calls.values() for message in messages}
         for part in in_parts(messages_to_search - verdicts.keys()):
             marks = ",".join("?" * len(part))
             sql = f"SELECT id, body FROM messages WHERE id IN ({marks}) AND body {_LIKE}"
             verdicts.update(dict.fromkeys(part, False))
             verdicts.update((id, _json_holds(body, wanted)) for id, body in self.rows(sql, (*part, as_json)))
         for (episode, call_id), messages in messages_of_calls.items():
-            if column == "episode" and episode in episodes_with_hit:
-                continue
             if any(verdicts[message] for message in messages):
                 yield episode, call_id
 

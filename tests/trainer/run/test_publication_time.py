@@ -56,7 +56,7 @@ def test_files_are_measured_if_nothing_can_be_sent(monkeypatch: pytest.MonkeyPat
     def fails(sample: Any) -> None:
         raise RuntimeError("gloo finds no address")
 
-    monkeypatch.setattr(publication_time, "_send_directly", fails)
+    monkeypatch.setattr(publication_time, "_time_direct_transfer", fails)
     assert 1e-11 < seconds_per_byte("direct") < 1e-5
 
 

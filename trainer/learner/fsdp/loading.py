@@ -37,7 +37,7 @@ def open_divided(load: Callable[[bool], Models], divide: Divide, device: str) ->
     _share_attention(models)
     weights = _take_tensors(models)
     divide(models.values())
-    for module in _distinct_networks(models):
+    for module in distinct_networks(models.values()):
         module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
 
     # Rank 0 sends each tensor whole, and each rank keeps its part.
@@ -71,7 +71,7 @@ def _on_all_ranks(work: Callable[[], Models]) -> Models:
 
 def _share_attention(models: Models) -> None:
     """Let all ranks use the attention of rank 0, which has tried it with the weights."""
-    modules = _distinct_networks(models)
+    modules = distinct_networks(models.values())
     tried: list[Any] = [(m.shares, m._flex, m.network.config._attn_implementation) for m in modules]
     dist.broadcast_object_list(tried, 0)
     for module, (shares, flex, attention) in zip(modules, tried, strict=True):
@@ -81,10 +81,10 @@ def _share_attention(models: Models) -> None:
             module.network.set_attn_implementation(attention)
 
 
-def _distinct_networks(models: Mapping[str, PolicyModel]) -> list[LogprobModel]:
+def distinct_networks(policies: Iterable[PolicyModel]) -> list[LogprobModel]:
     """Return the networks of all policies. A network that several policies share is listed once."""
     modules: dict[int, LogprobModel] = {}
-    for policy in models.values():
+    for policy in policies:
         for module in (policy.logprob_model, policy.frozen_copy):
             if module is not None:
                 modules[id(module)] = module
@@ -94,7 +94,7 @@ def _distinct_networks(models: Mapping[str, PolicyModel]) -> list[LogprobModel]:
 def _named_tensors(models: Mapping[str, PolicyModel]) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers with their names, in the same order on all ranks. A tensor that several modules
     share is yielded once."""
-    for number, module in enumerate(_distinct_networks(models)):
+    for number, module in enumerate(distinct_networks(models.values())):
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             yield f"{number}.{name}", tensor
 
@@ -118,7 +118,7 @@ def _take_tensors(models: Mapping[str, PolicyModel]) -> dict[str, Tensor]:
             replacements[id(tensor)] = empty
         return replacements[id(tensor)]
 
-    for network in _distinct_networks(models):
+    for network in distinct_networks(models.values()):
         for module in network.modules():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():

@@ -31,7 +31,7 @@ from cotune.integrations.models.folder.kinds import sees_images
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import PolicyTraining
-from cotune.trainer.learner.fsdp.loading import open_divided
+from cotune.trainer.learner.fsdp.loading import distinct_networks, open_divided
 from cotune.trainer.learner.load import allow_tf32, needing_untrained, open_policy_models
 from cotune.trainer.learner.local import LocalLearner, use_threads_for
 from cotune.trainer.learner.logprob_model import LogprobModel
@@ -65,13 +65,7 @@ def shard_policies(policies: Iterable[PolicyModel], mesh: DeviceMesh, dtype: str
 
     Gradients are summed over ranks, in fp32. With `dtype` other than float32 weights are gathered in it.
     """
-    # Policies with adapters of one base share a network, which is sharded once.
-    models: dict[int, LogprobModel] = {}
-    for policy in policies:
-        models[id(policy.logprob_model)] = policy.logprob_model
-        if policy.frozen_copy is not None:
-            models[id(policy.frozen_copy)] = policy.frozen_copy
-    for model in models.values():
+    for model in distinct_networks(policies):
         _shard_network(model, mesh, dtype)
 
 
