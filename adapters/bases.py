@@ -11,20 +11,24 @@ Moved = str | Path | Mapping[str, str | Path] | None
 """The new place of the only base model, or of each moved base model by its recorded name or the last part of it."""
 
 
-def places(moved: Moved, recorded: Iterable[str]) -> dict[str, str]:
-    """The present path of each recorded base model, by recorded name. `moved` names the models that were moved.
+def present_paths(recorded: Iterable[str], moved: Moved) -> dict[str, str]:
+    """The present path of each base model, by the name or path that a run or an export recorded for it.
 
-    It is a path if there is one base model, otherwise a mapping from recorded names, or their last parts, to paths.
-    Raises ConfigError if it does not tell which base model it replaces.
+    `moved` is the new path of the only base model, or a mapping with the new path of each moved base model, by its
+    recorded name or the last part of it. Other base models are still at their recorded path. Raises ConfigError if
+    `moved` does not tell which base model it replaces.
     """
     names = list(dict.fromkeys(recorded))
+    new_paths: Mapping[str, str | Path] = {}
     if isinstance(moved, str | Path):
         if len(names) > 1:
             fault = f"does not say which base model it replaces; there are {', '.join(names)}"
             raise ConfigError("model", str(moved), fault, f"Write OLD=NEW: --model {Path(names[0]).name}={moved}")
-        moved = dict.fromkeys(names, moved)
+        new_paths = dict.fromkeys(names, moved)
+    elif moved is not None:
+        new_paths = moved
     present = {name: name for name in names}
-    for old, new in (moved or {}).items():
+    for old, new in new_paths.items():
         if old in present:
             present[old] = str(new)
             continue

@@ -56,37 +56,42 @@ def read_background(run: Path, evaluation: Path | None = None, steps: Collection
     evaluation of the run that cannot be read is left out with a warning. Raises ConfigError if the folder `evaluation`
     holds no evaluation, RunError.
     """
-    named = read_evaluation(evaluation) if evaluation else None
+    named_evaluation = read_evaluation(evaluation) if evaluation else None
     with OpenedRun(run) as opened:
-        headline, unevaluated = _headline_of_weights(opened, named, set(steps))
+        headline, unevaluated = _headline_of_weights(opened, named_evaluation, set(steps))
         # The first chart of each section that a reader of the card cares about.
-        shown = []
-        candidates = first_charts(charts([opened]), most=len(FIRST))
+        shown_charts = []
+        informative_charts = first_charts(charts([opened]), most=len(FIRST))
         for section in ("Outcome", "Roles"):
-            shown += [chart for chart in candidates if chart.section == section][:1]
+            shown_charts += [chart for chart in informative_charts if chart.section == section][:1]
         return Background(
             facts=facts(opened),
-            charts=shown,
+            charts=shown_charts,
             uses=dict(sorted(Totals(opened).by_role().items())),
-            evaluated=named or headline.evaluation,
+            evaluated=named_evaluation or headline.evaluation,
             headline=headline,
             unevaluated=unevaluated,
         )
 
 
 def _headline_of_weights(run: OpenedRun, named: StoredEvaluation | None, steps: set[int]) -> tuple[Headline, str]:
-    """The results of the weights after these steps, and the reason if only other weights were evaluated."""
+    """The headline results of exported weights, and a sentence if only other weights were evaluated, else "".
+
+    `steps` are the steps of the checkpoints that the weights come from: one, several if the policies come from several
+    checkpoints, or none for the newest checkpoint. The evaluation `named` by the user replaces the run's own ones.
+    """
     if named:
         return run.headline_with([named], until=max(steps, default=None)), ""
     if not steps:
         return run.headline, ""
     evaluations = [evaluation for evaluation in run.evaluations if steps == {evaluation.steps}]
     headline = run.headline_with(evaluations, until=max(steps))
+    # A checkpoint is named by its number of steps, a line of the metrics by the index of its step.
     evaluated_in_training = {line["step"] + 1 for line in run.metrics if line.get("held_out")}
     if evaluations or (len(steps) == 1 and steps <= evaluated_in_training):
         return headline, ""
 
-    # Held-out figures belong to other weights, and figures of records to the whole run: neither may be shown.
+    # The held-out figures are of other weights, and the figures of records of the whole run: neither may be shown.
     changes = tuple(change for change in headline.changes if change.kind not in ("held_out", "recorded"))
     headline = msgspec.structs.replace(headline, changes=changes)
     if len(steps) > 1:
@@ -235,19 +240,17 @@ def _evaluation(background: Background) -> Iterator[str]:
         "On held-out tasks, with 95% intervals and the number of tasks. `base` is untrained, `swapped` gives each role "
         "another's policy. The policies were trained on `reward`."
     )
-    modes = background.evaluated.evaluations
-    heads = ["", "success", "reward", "episodes", "failed"]
+    evaluations = background.evaluated.evaluations
+    # If the trained reward differs from the application's plain outcome, both have a column.
+    has_plain_outcome = any(evaluation.outcome for evaluation in evaluations.values())
+    plain_head = [PLAIN_COLUMN] if has_plain_outcome else []
     rows = []
-    for label, mode in modes.items():
-        success = _interval_cell(mode.success, True)
-        reward = _interval_cell(mode.reward)
-        rows.append([label, success, reward, str(mode.episodes), str(mode.failures)])
-    if any(mode.outcome for mode in modes.values()):
-        # The plain outcome stands after the reward, if there is one.
-        heads.insert(3, PLAIN_COLUMN)
-        for row, mode in zip(rows, modes.values(), strict=True):
-            row.insert(3, _interval_cell(mode.outcome))
-    yield _table(heads, rows)
+    for mode, evaluation in evaluations.items():
+        plain_cell = [_interval_cell(evaluation.outcome)] if has_plain_outcome else []
+        counts = [str(evaluation.episodes), str(evaluation.failures)]
+        success = _interval_cell(evaluation.success, percent=True)
+        rows.append([mode, success, _interval_cell(evaluation.reward), *plain_cell, *counts])
+    yield _table(["", "success", "reward", *plain_head, "episodes", "failed"], rows)
     verdicts = [comparison.verdict for comparison in background.evaluated.comparisons if comparison.verdict]
     if verdicts:
         yield "\n".join(f"- {verdict}" for verdict in verdicts)

@@ -72,28 +72,34 @@ class Conversations:
         self._turns: BoundedCache[_Turn] = BoundedCache(entries, size)
 
     def find(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Place:
-        """The place of a request to `name`, with the paths of the earlier requests and replies that it repeats.
+        """The place of a request to `name` among the conversations: the key to keep it under, and its paths.
 
-        As in an episode, a request without a reply among its messages continues no earlier request.
+        A path is the token ids of an earlier prompt, with or without its reply, which the request's prompt may begin
+        with. It is found if the request begins with all messages of the earlier request. As in an episode, a request
+        without a reply among its messages continues no earlier request.
         """
         try:
             keys = _prefix_keys(name, messages)
             if not any(message.get("role") == "assistant" for message in messages):
                 return Place(keys[-1])
             paths: list[bytes] = []
-            for i, key in enumerate(keys, start=1):
+            for length, key in enumerate(keys, start=1):
                 turn = self._turns.get(key)
                 if turn is not None:
-                    paths += _paths(turn, messages[i] if i < len(messages) else {})
+                    next_message = messages[length] if length < len(messages) else {}
+                    paths += _paths(turn, next_message)
         except (TypeError, ValueError, AttributeError, RecursionError):
             # The messages are malformed: rendering them raises an error that says so.
             return Place()
         return Place(keys[-1], paths)
 
     def keep(self, place: Place, prompt: Sequence[int], message: Mapping[str, Any], reply: Sequence[int]) -> None:
-        """Keep an answered request: the token ids of its prompt, and the reply that the client got."""
+        """Keep an answered request: the token ids of its prompt, and the reply that the client got.
+
+        `message` is the reply as the client sends it back, `reply` its token ids.
+        """
         if not place.key:
-            return
+            return  # its messages were malformed
         previous = self._turns.get(place.key)
         packed_prompt = pack_ids(prompt)
         if previous is not None and previous.prompt == packed_prompt:
@@ -195,15 +201,16 @@ class LocalResponder(PolicyResponder):
         return policy
 
 
-def _paths(turn: _Turn, message: Mapping[str, Any]) -> list[bytes]:
-    """The paths of a turn that `message`, which follows it in a request, may continue.
+def _paths(turn: _Turn, next_message: Mapping[str, Any]) -> list[bytes]:
+    """The packed token ids of a turn that a later request repeats: its prompt, and its prompt with the reply.
 
-    They are the prompt and, if `message` is a reply, the prompt with the reply of the same content. A client may have
-    changed the form of the reply; if no content matches, it is taken for the latest reply.
+    `next_message` follows the turn's messages in the request. If it is a reply, its content tells which of the turn's
+    replies it repeats. A client may have changed the content; then it is taken for the latest reply.
     """
-    if message.get("role") != "assistant" or not turn.replies:
+    if next_message.get("role") != "assistant" or not turn.replies:
         return [turn.prompt]
-    prompt, reply = turn.replies.get(_reply_key(message)) or next(reversed(turn.replies.values()))
+    latest = next(reversed(turn.replies.values()))
+    prompt, reply = turn.replies.get(_reply_key(next_message), latest)
     return [prompt, prompt + reply]
 
 

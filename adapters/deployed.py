@@ -132,11 +132,11 @@ class Deployment:
         self._base = base
         self._override = override
         self._roles = roles
-        self._opened = False
+        self._is_open = False
         self._local: LocalPolicies | None = None
         self._responder: LocalResponder | None = None
         self._lock = threading.Lock()
-        self._entered: Token[LiveEpisode | None] | None = None
+        self._context_token: Token[LiveEpisode | None] | None = None
         self._open_trace = open_trace
         self._key = key
         self.trace: Trace | None = None
@@ -200,7 +200,7 @@ class Deployment:
                     self.passed_through[call.role] += 1
 
     def _require_closed(self) -> None:
-        if self._opened:
+        if self._is_open:
             raise CotuneError(f"{self._name} is already deployed by this object.", "Use deployment.here() inside it.")
 
     @property
@@ -212,7 +212,7 @@ class Deployment:
 
         `local` is None if the application's provider answers every call.
         """
-        self._opened = True
+        self._is_open = True
         self._local = local
         if local is not None:
             self.served = local.served
@@ -220,33 +220,36 @@ class Deployment:
         for activate in hooks.activators:
             activate()
         carry_context(callers=self._roles is not None)
-        self._entered = current_episode.set(self._new_episode())
+        self._context_token = current_episode.set(self._new_episode())
         if self._open_trace is not None:
             self.trace = self._open_trace(name="deployed", key=self._key).__enter__()
 
     def _end(self, *exc: Any) -> LocalPolicies | None:
-        """End the trace and the episode of the `with`; return the policies, for the caller to close."""
-        assert self._opened and self._entered is not None
-        self._opened = False
+        """End the trace and the episode of the `with`. `exc` are the arguments of `__exit__`. Returns the policies, for
+        the caller to close.
+        """
+        assert self._is_open and self._context_token is not None
+        self._is_open = False
         if self.trace is not None:
             self.trace.__exit__(*exc)
         # An async deployment may end in another context than it began in; the variable cannot be reset from there.
         with contextlib.suppress(ValueError):
-            current_episode.reset(self._entered)
+            current_episode.reset(self._context_token)
         local = self._local
         self._local = None
         return local
 
     def _new_episode(self) -> LiveEpisode:
-        """An episode that never ends, for the calls of the application. Raises CotuneError if the deployment is not
-        open.
+        """An episode that never ends, for the calls that the application makes inside a `with`. Raises CotuneError if
+        the deployment is not open.
         """
-        if not self._opened:
+        if not self._is_open:
             raise CotuneError(f"{self._name} is not open.", "Enter it first: with cotune.deployed(...) as deployment.")
         task = Task(id="deployed", input=None)
         episode = _EndlessEpisode(
             self, task, workflow="deployed", responder=self._responder, roles=self._roles, prompts=self.prompts
         )
+        # No episode of a deployment is replayed, and the results of tools would fill the memory.
         episode.tape.records_results = False
         return episode
 
@@ -258,7 +261,7 @@ class _EndlessEpisode(LiveEpisode):
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         """Start a call in an episode of its own: the calls of an endless episode would fill the memory."""
         if self.forked:
-            return super().start(caller, body)
+            return super().start(caller, body)  # raises RecordError: no run reaches a forked process
         episode_of_call = LiveEpisode(
             self.sink,
             self.task,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cotune.adapters.bases import Moved, places
+from cotune.adapters.bases import Moved, present_paths
 from cotune.adapters.card import CURVE, Background, read_background, write_card
 from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint, checkpoint_fault, differing_parts, hashes_of
 from cotune.adapters.manifest import (
@@ -135,10 +135,10 @@ def _models_asked(run: Path) -> dict[str, tuple[str, ...]]:
     A role that asked for no model by name has an empty tuple.
     """
     records = read_run(run).config.records
-    address, app = (records.path, records.app) if records.path else (run, "")
     try:
-        with open_store(address, read_only=True) as store:
-            roles_and_models = store.figures().models_asked(app)
+        # A run that trained on an application's records reads these, any other run its own.
+        with open_store(records.path or run, read_only=True) as store:
+            roles_and_models = store.figures().models_asked(records.app if records.path else "")
     except CotuneError as error:
         log.warning("The export has no model names of roles, as the records cannot be read: %s", error)
         return {}
@@ -169,7 +169,8 @@ def write_export(
     origin = origin or Origin()
     target = Path(out).resolve()
     finish_replacement(target)
-    if target.exists() and not (target.is_dir() and (is_export(target) or not any(target.iterdir()))):
+    can_be_replaced = target.is_dir() and (is_export(target) or not any(target.iterdir()))
+    if target.exists() and not can_be_replaced:
         fault = "holds other files, which an export would replace"
         raise ConfigError("out", str(target), fault, "Name a new or empty folder.")
     if gguf is not None:
@@ -226,7 +227,7 @@ def _write(
     base_of = functools.partial(
         _base_of,
         fingerprint=functools.cache(base_fingerprint),  # several policies may have one base
-        whole=merge or gguf is not None,
+        as_whole_model=merge or gguf is not None,
     )
     exported: list[ExportedPolicy] = []
     roles: list[ExportedRole] = []
@@ -254,9 +255,13 @@ def _write(
     return msgspec.structs.replace(manifest, serve=serve_commands(manifest))
 
 
-def _base_of(policy: TrainedPolicy, *, fingerprint: Callable[[Path], BaseFingerprint], whole: bool) -> Base | None:
-    """The base model that a policy was trained on; None for a policy without a local model. `whole`: it is exported as
-    a whole model. Raises AdapterError if the base has changed since.
+def _base_of(
+    policy: TrainedPolicy, *, fingerprint: Callable[[Path], BaseFingerprint], as_whole_model: bool
+) -> Base | None:
+    """The base model that a policy was trained on, for roles.json; None for a policy without a local model.
+
+    With `as_whole_model`, the policy is exported as a whole model: the precision of its base then does not matter.
+    Raises AdapterError if the base has changed since the training.
     """
     if policy.kind == "provider" or not policy.model:
         return None
@@ -267,7 +272,7 @@ def _base_of(policy: TrainedPolicy, *, fingerprint: Callable[[Path], BaseFingerp
         sha256=fingerprint(model),
         sees_images=folder_sees_images(model),
         tool_format=policy.tool_format,
-        dtype=None if whole else policy.dtype,
+        dtype=None if as_whole_model else policy.dtype,
     )
     policy.check_trained_on(base.model, base.sha256)
     return base
@@ -282,7 +287,7 @@ def whole_models_size(run: str | Path, gguf: Precision | None, model: Moved = No
     bytes_per_value = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}[gguf or "f32"]
     described = read_run(run)
     policies = read_policies(_newest_checkpoint(run))
-    bases = _places_of_bases(Path(run), described, policies, model)
+    bases = _paths_of_bases(Path(run), described, policies, model)
     values = 0
     for policy in policies:
         base = policy.model or described.model
@@ -326,11 +331,14 @@ def _write_policy(
 
 
 def _write_weights(folder: Path, policy: TrainedPolicy, base: Base, merge: bool, gguf: Precision | None) -> Weights:
-    """Write a policy into its folder as an adapter, a model or a GGUF file; return the written weights in fp32."""
+    """Write a policy into its folder: as an adapter, as a model if it has full weights or with `merge`, or as a GGUF
+    file with the precision `gguf`. Returns the written weights in float32.
+    """
     model = locate_model(base.model)
     weights = policy.weights
     assert weights is not None
     if gguf is not None:
+        # The GGUF file is converted from a merged model.
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as merged:
             merged_weights = _write_weights(Path(merged), policy, base, merge=True, gguf=None)
             name = f"{policy.name} of {Path(base.model).name}"
@@ -394,12 +402,16 @@ class TrainedPolicy:
 
 
 def _why_stayed(run: Path, policy: TrainedPolicy) -> str:
-    """The reasons why no step has updated a trained policy, with the number of steps; empty if one has."""
+    """The reasons why no step had updated a trained policy at its checkpoint, with the number of steps; empty if one
+    had.
+    """
     if policy.version or policy.weights is None:
         return ""
     newest = newest_checkpoint(RunLayout(run).checkpoints)
-    if newest is not None and any(saved.version for saved in read_policies(newest) if saved.name == policy.name):
-        return "this checkpoint came before its first update"
+    if newest is not None:
+        was_updated_later = any(saved.version for saved in read_policies(newest) if saved.name == policy.name)
+        if was_updated_later:
+            return "this checkpoint came before its first update"
     reasons = stayed_reasons(read_metrics(run)).get(policy.name)
     return stayed_text(reasons) if reasons else "no step has trained it"
 
@@ -452,10 +464,12 @@ def best_policies(run: str | Path, model: Moved = None) -> list[TrainedPolicy]:
         policies_of_checkpoint[name] = {policy.name: policy for policy in policies}
 
     chosen = []
-    for policy in latest_policies(run, model):
-        if policy.name in best:
-            policy = policies_of_checkpoint[best[policy.name].checkpoint][policy.name]
-        chosen.append(policy)
+    for latest in latest_policies(run, model):
+        if latest.name in best:
+            checkpoint = best[latest.name].checkpoint
+            chosen.append(policies_of_checkpoint[checkpoint][latest.name])
+        else:
+            chosen.append(latest)
     return chosen
 
 
@@ -470,27 +484,28 @@ def untrained_policy(run: str | Path, moved: Moved = None) -> TrainedPolicy | No
         kind="frozen",
         version=0,
         roles=(),
-        model=_places_of_bases(Path(run), described, saved, moved)[described.model],
+        model=_paths_of_bases(Path(run), described, saved, moved)[described.model],
         trained_on=described.held.base,
         tool_format=described.config.tool_format,
         dtype=described.dtype_of({policy.kind for policy in saved}),
     )
 
 
-def _places_of_bases(
+def _paths_of_bases(
     run: Path, described: RunDescription, policies: Sequence[SavedPolicy], moved: Moved
 ) -> dict[str, str]:
-    """The present path of each base model that a run names, by its recorded name. `moved` has the new paths of models
-    that the user has moved.
+    """The present path of each base model of the run in the folder `run`, by the name that run.json has for it.
+
+    `moved` has the new paths of models that the user has moved.
     """
     names = [policy.model or described.model for policy in policies if policy.kind != "provider"]
     if described.config.other_roles == "frozen":
         names.append(described.model)
     run_json = read_run_json(run)
-    # A run folder may have been moved together with the models next to it.
-    path_of_name = {name: relocated(name, run_json, run.absolute()) for name in names if name}
-    present = places(moved, path_of_name.values())
-    return {name: present[path] for name, path in path_of_name.items()}
+    # First, models that were moved together with the run folder, as they lie next to it; then those in `moved`.
+    relocated_paths = {name: relocated(name, run_json, run.absolute()) for name in names if name}
+    present = present_paths(relocated_paths.values(), moved)
+    return {name: present[path] for name, path in relocated_paths.items()}
 
 
 def _policies_of_checkpoint(described: RunDescription, checkpoint: Path, moved: Moved) -> list[TrainedPolicy]:
@@ -499,7 +514,7 @@ def _policies_of_checkpoint(described: RunDescription, checkpoint: Path, moved: 
         remedy = "Name an older checkpoint in checkpoints/latest, or train again."
         raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", remedy)
     saved = read_policies(checkpoint)
-    bases = _places_of_bases(checkpoint.parent.parent, described, saved, moved)
+    bases = _paths_of_bases(checkpoint.parent.parent, described, saved, moved)
     dtype = described.dtype_of({policy.kind for policy in saved})
     return [
         TrainedPolicy(

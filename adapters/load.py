@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotune.adapters.bases import Moved, places
+from cotune.adapters.bases import Moved, present_paths
 from cotune.adapters.export import read_weights
 from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.manifest import Base, ExportedPolicy, Manifest, check_files, read_manifest
@@ -48,10 +48,10 @@ class Export:
         """
         for folder in (self.folder, *earlier_versions(self.folder).values()):
             try:
-                other = read_manifest(folder)
+                manifest = read_manifest(folder)
             except AdapterError:
-                continue  # a damaged version may be another one
-            if (other.export_version, other.created) == (self.manifest.export_version, self.manifest.created):
+                continue  # a damaged version, which may not be this one
+            if manifest.export_version == self.manifest.export_version and manifest.created == self.manifest.created:
                 return folder
         cause = f"{self.folder} no longer has {self.manifest.title}: later exports replaced it."
         raise AdapterError(cause, "Start again with the present version.")
@@ -117,17 +117,24 @@ def load_export(folder: str | Path, base: Moved = None, *, untrained: bool = Fal
 
 
 def _engines(export: Path, manifest: Manifest, moved: Moved, untrained: bool) -> tuple[EngineModel, ...]:
-    """An engine for each base: opened from the checked base, or from a full model if no policy needs the base."""
+    """The engine of each base model of an export, with the folder to open it from and the policies that it serves.
+
+    An engine is opened from the base model, after a check that this is the one the policies were trained on. If no
+    policy needs the base model itself, it is opened from a fully trained model of the export. `moved` has the present
+    paths of moved base models. With `untrained`, every base model is needed, because it answers requests too.
+    """
+    # The base model of roles without a policy comes first: its chat format is the default.
     bases = sorted(manifest.bases, key=lambda base: base != manifest.other_base)
-    path_of_model = places(moved, [base.model for base in bases])
+    path_of_model = present_paths([base.model for base in bases], moved)
     engines = []
     for base in bases:
         path = path_of_model[base.model]
         policies = tuple(policy for policy in manifest.policies if policy.base == base)
         full_policy = next((policy for policy in policies if policy.kind == "full"), None)
-        needs_base = base == manifest.other_base or any(policy.kind in ("lora", "frozen") for policy in policies)
-        # A base that the user names is loaded, and so checked, even if a full model would do.
-        if full_policy is None or needs_base or untrained or path != base.model:
+        has_other_policies = any(policy.kind in ("lora", "frozen") for policy in policies)
+        needs_base = untrained or base == manifest.other_base or has_other_policies
+        # A base that the user has moved is loaded, and so checked, even if a full model would do.
+        if full_policy is None or needs_base or path != base.model:
             folder = _checked_base(base, path)
         else:
             folder = export / str(full_policy.folder)
@@ -135,19 +142,19 @@ def _engines(export: Path, manifest: Manifest, moved: Moved, untrained: bool) ->
     return tuple(engines)
 
 
-def _checked_base(recorded: Base, place: str) -> Path:
-    """The folder of a base model. Raises AdapterError if it is missing or differs from the recorded one."""
+def _checked_base(recorded: Base, path: str) -> Path:
+    """The folder of the base model at `path`. Raises AdapterError if it is missing or differs from the recorded one."""
     name = Path(recorded.model).name
     try:
-        folder = locate_model(place)
+        folder = locate_model(path)
     except ConfigError as error:
         remedy = f"Name its folder: --model {name}=FOLDER"
         raise AdapterError(f"The base model {recorded.model} cannot be loaded: {error.cause}", remedy) from None
     present = base_fingerprint(folder)
-    if wrong := recorded.sha256.differences(present):
-        part = wrong[0]
+    if differing := recorded.sha256.differences(present):
+        part = differing[0]
         raise AdapterError(
-            f"The export was trained on another base: {', '.join(wrong)} of {folder} differ ({part} has SHA-256 "
+            f"The export was trained on another base: {', '.join(differing)} of {folder} differ ({part} has SHA-256 "
             f"{getattr(present, part)}, roles.json says {getattr(recorded.sha256, part)}).",
             f"Name the copy of {recorded.model} that it was trained on: --model {name}=FOLDER",
         )

@@ -81,9 +81,8 @@ def name_models(
         if default:
             fault = "chooses among the policies of an export, and this is a plain model"
             raise ConfigError("default", default, fault, "Name each further model name with --role NAME.")
-        return ModelNames(
-            served, {}, remedy="Start the server with --role NAME to give the model another name.", plain=True
-        )
+        remedy = "Start the server with --role NAME to give the model another name."
+        return ModelNames(served, shared={}, remedy=remedy, plain=True)
 
     # In training, the untrained model answered the roles that no policy plays; it still does.
     for role in manifest.models:
@@ -92,9 +91,15 @@ def name_models(
 
     names_from_training, shared = _names_from_training(manifest, served, prompts)
     choices = [policy.name for policy in manifest.policies if policy.base is not None]
-    answers_others = _default_model(local, manifest, default or _policy_of_all_roles(manifest, prompts), choices)
+    default_name = default or _policy_of_all_roles(manifest, prompts)
     remedy = f"Start the server with --default POLICY ({', '.join(choices)}) or --default {UNTRAINED.name}."
-    return ModelNames({**served, **names_from_training}, shared, answers_others, remedy, local.left_to_provider)
+    return ModelNames(
+        {**served, **names_from_training},
+        shared,
+        default=_default_model(manifest, default_name, choices),
+        remedy=remedy,
+        left_to_provider=local.left_to_provider,
+    )
 
 
 def _served_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> dict[str, ServedModel]:
@@ -114,10 +119,11 @@ def _served_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> dict[st
 def _names_from_training(
     manifest: Manifest, served: Mapping[str, ServedModel], prompts: bool
 ) -> tuple[dict[str, ServedModel], dict[str, list[str]]]:
-    """The model names that roles asked for in training, without the names that are served already.
+    """The model names that roles asked for in training, such as `gpt-4o-mini`, without the names in `served`.
 
-    Returns the policy of each name that leads to one policy, and the roles of each name that does not. A name that only
-    roles of the application's provider asked for is in neither.
+    Returns two mappings: name -> policy, for names that lead to one policy, and name -> roles, for names that do not,
+    because the roles that asked for them have different policies or, with edited `prompts`, different prompts. A name
+    that only roles of the application's provider asked for is in neither.
     """
     roles_of_model: dict[str, list[str]] = {}
     for role, models in manifest.models.items():
@@ -129,39 +135,38 @@ def _names_from_training(
     for name, roles in roles_of_model.items():
         if name in served:
             continue
-        if len(roles) == 1:
-            if roles[0] in served:
-                unambiguous[name] = replace(served[roles[0]], name=roles[0])
-            continue
         # None stands for the application's provider.
         policies = {served[role].policy if role in served else None for role in roles}
-        if prompts or len(policies) > 1:
-            # With edited prompts, even roles of one policy get different answers.
+        # With edited prompts, even roles of one policy get different answers.
+        if len(roles) > 1 and (prompts or len(policies) > 1):
             shared[name] = roles
         elif roles[0] in served:
             # A call is counted and edited as its role, which a name of several roles does not tell.
-            unambiguous[name] = replace(served[roles[0]], name="")
+            role = roles[0] if len(roles) == 1 else ""
+            unambiguous[name] = replace(served[roles[0]], name=role)
     return unambiguous, shared
 
 
 def _policy_of_all_roles(manifest: Manifest, prompts: bool) -> str:
-    """The name of the only policy of an export if it played every recorded role; empty otherwise."""
-    if len(manifest.policies) != 1 or manifest.policies[0].base is None or not manifest.models:
+    """The name of the only policy of an export if it played every role that was recorded in training; empty otherwise.
+
+    `prompts`: whether requests are answered with edited prompts.
+    """
+    recorded_roles = manifest.models.keys()
+    if len(manifest.policies) != 1 or manifest.policies[0].base is None or not recorded_roles:
         return ""
-    played = [entry.role for entry in manifest.roles]
-    if not set(manifest.models) <= set(played):
+    roles_of_policy = [entry.role for entry in manifest.roles]
+    if not recorded_roles <= set(roles_of_policy):
         return ""
     # Edited prompts differ by role, and an unlisted name does not tell the role.
-    if prompts and len(played) > 1:
+    if prompts and len(roles_of_policy) > 1:
         return ""
     return manifest.policies[0].name
 
 
-def _default_model(
-    local: LocalPolicies, manifest: Manifest, default: str, choices: Sequence[str]
-) -> ServedModel | None:
-    """The model that answers names which are no roles: the policy or the untrained base that `default` names; None
-    without one.
+def _default_model(manifest: Manifest, default: str, choices: Sequence[str]) -> ServedModel | None:
+    """The model that answers all other names: the policy that `default` names, or the untrained base for "base"; None
+    for an empty `default`. `choices` are the names of the policies, for the error.
     """
     if not default:
         return None

@@ -116,36 +116,47 @@ async def _open_model(source: str | Path, base: Moved, names: Sequence[str], too
     digest = base_fingerprint(folder).weights
     policy = PolicyRef("base", 0)
     model_name = folder.name if Path(source).expanduser().exists() else str(source)
-    served = {name: ServedModel(name, policy, "frozen", str(source), digest, digest) for name in (model_name, *names)}
+    served = {}
+    for name in (model_name, *names):
+        served[name] = ServedModel(
+            name, policy, kind="frozen", base=str(source), base_sha256=digest, fingerprint=digest
+        )
     engine = await _open_engine(lambda: folder, tool_format)
-    return LocalPolicies(engine.sampler, engine.chat, served, [], engine.max_model_len, engines=[engine.sampler])
+    return LocalPolicies(
+        engine.sampler,
+        engine.chat,
+        served,
+        left_to_provider=[],
+        max_model_len=engine.max_model_len,
+        engines=[engine.sampler],
+    )
 
 
 async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies:
     """Open the engines of an export, and assign a policy to each of its roles."""
-    opened = await _open_engines(export, tool_format)
+    opened_engines = await _open_engines(export, tool_format)
 
     # The first engine's chat format and length are the default; policies on other engines have their own.
     manifest = export.manifest
-    first = opened[0]
+    first = opened_engines[0]
     engine_of_policy: dict[str, _OpenedEngine] = {}
-    for model, engine in zip(export.engines[1:], opened[1:], strict=True):
+    for model, engine in zip(export.engines[1:], opened_engines[1:], strict=True):
         for policy in model.policies:
             engine_of_policy[policy.name] = engine
     sampler: Sampler = first.sampler
-    if len(opened) > 1:
+    if len(opened_engines) > 1:
         sampler = PolicySampler({name: engine.sampler for name, engine in engine_of_policy.items()}, first.sampler)
     served = {role: served_policy(role, manifest.policy(role)) for role in export.roles}
     return LocalPolicies(
         sampler,
         first.chat,
         served,
-        [entry.role for entry in manifest.roles if entry.role not in served],
-        first.max_model_len,
+        left_to_provider=[entry.role for entry in manifest.roles if entry.role not in served],
+        max_model_len=first.max_model_len,
         others=served_base(manifest.other_base) if manifest.other_base else None,
         chats={name: engine.chat for name, engine in engine_of_policy.items()},
         lengths={name: engine.max_model_len for name, engine in engine_of_policy.items()},
-        engines=[engine.sampler for engine in opened],
+        engines=[engine.sampler for engine in opened_engines],
         manifest=manifest,
     )
 
@@ -154,14 +165,14 @@ async def _open_engines(export: Export, tool_format: str | None) -> list[_Opened
     """Open an engine for each base model of an export, all at once. If one fails, close the others."""
     opening = []
     for engine in export.engines:
-        opened = _open_engine(
+        open_engine = _open_engine(
             model=functools.partial(export.model_folder, engine),
             tool_format=tool_format or engine.base.tool_format,
             dtype=engine.base.dtype,
             publish=functools.partial(export.publish, engine),
             name=engine.base.model if len(export.engines) > 1 else "",
         )
-        opening.append(asyncio.create_task(opened))
+        opening.append(asyncio.create_task(open_engine))
     try:
         return await asyncio.gather(*opening)
     except BaseException:

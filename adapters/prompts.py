@@ -60,22 +60,25 @@ def trained_with(source: str | Path | None) -> str:
 def prompts_for(
     source: str | Path | None, prompts: Prompts | str | Path | None = None, *, any_prompts: bool = False
 ) -> Prompts | None:
-    """The prompts to use with the weights of a run or an export: `prompts` if passed, else the prompts of `source`.
+    """The edited prompts to use with the weights in `source`, a run, an export or a model folder.
 
-    Raises AdapterError for prompts that the weights were not trained with, unless they were improved for these weights
-    or `any_prompts` is set. Raises ConfigError for a file that cannot be used.
+    They are `prompts` if passed, else the ones stored in `source`. Raises AdapterError for passed prompts that the
+    weights were not trained with, unless they were improved for these weights or `any_prompts` is set. Raises
+    ConfigError for a file that cannot be used.
     """
     stored = prompts_of(source)
     if prompts is None or prompts == "":
         return stored
     chosen = prompts if isinstance(prompts, Prompts) else read_prompts(prompts)
     training_id = trained_with(source)
-    if not training_id or any_prompts:
+    if any_prompts or not training_id:  # a plain model was trained with no prompts
         return chosen
 
-    stored_id = AS_WRITTEN if stored is None else stored.id
+    # `cotune prompts improve` notes in its prompts which prompts the weights were trained with.
     improved_for_these_weights = chosen.trained_with == training_id
-    if improved_for_these_weights or (chosen.id or AS_WRITTEN) in (training_id, stored_id):
+    stored_id = AS_WRITTEN if stored is None else stored.id
+    chosen_id = chosen.id or AS_WRITTEN
+    if improved_for_these_weights or chosen_id in (training_id, stored_id):
         return chosen
     cause = f"{source} was trained with {prompts_named(training_id)}, and is given {prompts_named(chosen.id)}."
     remedy = (

@@ -59,6 +59,7 @@ class Restarting:
         except SamplerError:
             if sampler.broken is None or self._closed:
                 raise
+        # The engine ended during the request, so the request is sent once more, to its successor.
         next_sampler = await self._running()
         return await next_sampler.sample(prompt_token_ids, n, params, policy)
 
@@ -101,20 +102,21 @@ class Restarting:
         short time.
         """
         asyncio.run(self._sampler.aclose())
+        latest_cause = cause
         while not self._closed:
             now = time.monotonic()
-            recent_ends = [ended for ended in self._end_times if ended > now - RESTART_WINDOW]
+            recent_ends = [end_time for end_time in self._end_times if end_time > now - RESTART_WINDOW]
             self._end_times = [*recent_ends, now]
             if len(self._end_times) > RESTARTS:
                 used_up = f"Its restarts are used up: {RESTARTS} within {RESTART_WINDOW / 60:g} minutes."
                 remedy = "Look at the machine's memory and at the engine's own messages above, then start again."
-                self._lost = EngineLost(f"{cause} {used_up}", remedy)
+                self._lost = EngineLost(f"{latest_cause} {used_up}", remedy)
                 raise self._lost
-            log.error("%s It is started again (%d of %d).", cause, len(self._end_times), RESTARTS)
+            log.error("%s It is started again (%d of %d).", latest_cause, len(self._end_times), RESTARTS)
             try:
                 self._sampler = asyncio.run(self.open_engine())
             except (CotuneError, OSError) as error:
-                cause = str(error)  # this start counts as a restart that failed
+                latest_cause = str(error)  # a failed start counts as one of the restarts
             else:
                 self.restarts += 1
                 log.warning("The engine%s is back.", f" of {self.model}" if self.model else "")

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -160,17 +160,27 @@ def end_processes(pids: Collection[int]) -> None:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
-    for kill, seconds in ((False, GRACE_SECONDS), (True, KILL_SECONDS)):  # first wait, then kill
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            processes = [process for process in processes if _is_running(process)]
-            if not processes:
-                return
-            if kill:
-                for process in processes:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-            time.sleep(0.02)
+    remaining = _wait_for_end(processes, GRACE_SECONDS, kill=False)
+    _wait_for_end(remaining, KILL_SECONDS, kill=True)
+
+
+def _wait_for_end(processes: Sequence[psutil.Process], seconds: float, *, kill: bool) -> list[psutil.Process]:
+    """Wait until the processes have ended, for so many seconds. Returns those that still run.
+
+    With `kill`, it kills them before each look.
+    """
+    deadline = time.monotonic() + seconds
+    remaining = list(processes)
+    while time.monotonic() < deadline:
+        remaining = [process for process in remaining if _is_running(process)]
+        if not remaining:
+            break
+        if kill:
+            for process in remaining:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        time.sleep(0.02)
+    return remaining
 
 
 def this_node() -> str:
@@ -207,7 +217,7 @@ def _upload_folders(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _wait_for_answer(answer: Any) -> Any:
-    """Wait for the result of a call in another process.
+    """The result of a call in another process, from Ray's reference `answer`.
 
     Errors of cotune are raised as they were there. Raises ProcessGone if the process has ended.
     """

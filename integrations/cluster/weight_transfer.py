@@ -114,7 +114,10 @@ class LearnerWeights(RemoteWeights):
         return LearnerWeights, (self._offer, self._stored, self._send)
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        """Raises LearnerLost if Ray cannot bring the arrays, because the learner's machine is lost."""
+        """The array of a weight. The first use brings all arrays from Ray's object store.
+
+        Raises LearnerLost if Ray cannot bring them, because the learner's machine is lost.
+        """
         if self._arrays is None:
             import ray
 

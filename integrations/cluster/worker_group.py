@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cotune.errors import ConfigError, CotuneError, error_line
 from cotune.integrations.cluster.process import end_processes, ray_reason, this_node
@@ -195,7 +195,7 @@ class WorkerGroup:
             raise WorkersClosed(f"{self._title} were closed.", "Start new ones.")
 
     def _collect(self, method: str, refs: Sequence[Any], timeout: float) -> list[Any]:
-        """Wait for the answers of all ranks, and return them by rank.
+        """Wait for the answers of all ranks to a call, and return them by rank. `refs` are their Ray references.
 
         After an error of a rank, the others get a few seconds to fail too. Raises the error that explains the others
         best.
@@ -204,39 +204,42 @@ class WorkerGroup:
 
         deadline = time.monotonic() + timeout
         answers: dict[int, Any] = {}
-        faults: dict[int, Exception] = {}
+        errors: dict[int, Exception] = {}
         pending = list(refs)
         while pending:
             done, pending = ray.wait(pending, timeout=max(deadline - time.monotonic(), 0.0))
             if not done:
-                break  # too late
+                break  # the time is over
             rank = refs.index(done[0])
             try:
                 answers[rank] = ray.get(done[0])
             except Exception as error:  # noqa: BLE001 - any error of an actor, or of Ray about it
-                faults[rank] = error
+                errors[rank] = error
                 # The errors of the other ranks may explain this one, but they may also wait for it forever.
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if not faults and not pending:
+        if not errors and not pending:
             return [answers[rank] for rank in range(len(refs))]
-        causes = {rank: _cause_of_error(error) for rank, error in faults.items()}
+        causes = {rank: _cause_of_error(error) for rank, error in errors.items()}
         # If every rank raised a CotuneError, the actors still agree and can be called again.
         if len(causes) == len(refs) and all(isinstance(cause, CotuneError) for cause in causes.values()):
             raise causes[0]
         if self._closed:
             self._check()  # raises: the group was closed during the call
         self._fail(method, causes, [refs.index(ref) for ref in pending], timeout)
-        raise AssertionError
 
-    def _fail(self, method: str, causes: Mapping[int, Exception], pending: Sequence[int], timeout: float) -> None:
-        """Kill the remaining actors, and raise the error that explains the others. `causes` are in order of arrival."""
-        if not causes:
-            self.lost = f"{self._title} did not end {method!r} within {timeout:.0f} s: {self._where_they_hang(pending)}"
-        else:
+    def _fail(self, method: str, causes: Mapping[int, Exception], pending: Sequence[int], timeout: float) -> NoReturn:
+        """Kill the remaining actors, and raise the error that explains the others best.
+
+        `causes` are the errors by rank, in order of arrival; empty if the ranks in `pending` have not answered in time.
+        """
+        cause: Exception | None = None
+        if causes:
             rank = min(causes, key=lambda rank: _explanation_rank(causes[rank]))
-            self.lost = f"{self._rank_title(rank)} {_describe_cause(causes[rank])} in {method!r}."
+            cause = causes[rank]
+            self.lost = f"{self._rank_title(rank)} {_describe_cause(cause)} in {method!r}."
+        else:
+            self.lost = f"{self._title} did not end {method!r} within {timeout:.0f} s: {self._where_they_hang(pending)}"
         self.close()
-        cause = causes[rank] if causes else None
         if isinstance(cause, CotuneError):
             raise cause
         raise WorkersLost(self.lost, "Start new ones.") from cause

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cotune
-from cotune.adapters.bases import places
+from cotune.adapters.bases import present_paths
 from cotune.adapters.export import Origin, TrainedPolicy, write_export
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
@@ -117,11 +117,13 @@ def test_a_base_that_was_moved_is_named_by_the_old_one(
 
 
 def test_the_last_part_of_a_place_names_a_base_only_if_no_other_has_it() -> None:
-    assert places({"a": "c"}, ["x/a", "y/b", "x/a"]) == {"x/a": "c", "y/b": "y/b"}
-    assert places("c", ["x/a", "x/a"]) == {"x/a": "c"} and places("c", []) == {} and places(None, ["x"]) == {"x": "x"}
-    assert places({"x/a": "c"}, ["x/a", "y/a"]) == {"x/a": "c", "y/a": "y/a"}
+    assert present_paths(["x/a", "y/b", "x/a"], {"a": "c"}) == {"x/a": "c", "y/b": "y/b"}
+    assert present_paths(["x/a", "x/a"], "c") == {"x/a": "c"}
+    assert present_paths([], "c") == {}
+    assert present_paths(["x"], None) == {"x": "x"}
+    assert present_paths(["x/a", "y/a"], {"x/a": "c"}) == {"x/a": "c", "y/a": "y/a"}
     with pytest.raises(ConfigError, match="is the last part of several base models; there are x/a, y/a"):
-        places({"a": "c"}, ["x/a", "y/a"])
+        present_paths(["x/a", "y/a"], {"a": "c"})
     assert (parse_moved_models([]), parse_moved_models(["m"]), parse_moved_models(["a=m", "b=n=2"])) == (
         None,
         "m",

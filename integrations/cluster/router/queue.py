@@ -95,9 +95,9 @@ class Queue:
         return [r.engine for r in self._replicas if r.state == "healthy" and r.engine is not None]
 
     async def place(self, request: Request) -> Engine:
-        """Wait until the request is given to an engine. A request whose engine failed goes before the others.
+        """Wait until the request is given to an engine, and return the engine. Raises EngineLost.
 
-        Raises EngineLost.
+        A request that another engine has failed goes before the others.
         """
         request.placed = asyncio.get_running_loop().create_future()
         if request.tried:
@@ -124,18 +124,21 @@ class Queue:
         engine.load -= request.cost
         self._dispatch()
 
-    def changed(self) -> None:
-        """React to a replica's new state."""
+    def on_replica_change(self) -> None:
+        """React to a replica's new state: wake those that wait for it, and give requests to engines if enough are
+        healthy.
+        """
         healthy = len(self.healthy())
         enough = healthy >= self._min_healthy
-        if self._enough_healthy is not None and enough != self._enough_healthy:
+        starting = self._enough_healthy is None
+        if not starting and enough != self._enough_healthy:
             log.warning(
                 "%d of %d engines are healthy; at least %d are needed. %s.", healthy, len(self._replicas),
                 self._min_healthy, "Requests continue" if enough else "Requests wait until more are back",
             )  # fmt: skip
-        if enough or self._enough_healthy is not None:
+        if enough or not starting:
             self._enough_healthy = enough
-        # Setting the event wakes all waiters. They wait for the next change with the new one.
+        # Setting the event wakes all waiters. They wait for the next change with the new event.
         self._changes.set()
         self._changes = asyncio.Event()
         self._dispatch()

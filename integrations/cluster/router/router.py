@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -114,10 +114,8 @@ class RoutedSampler(LoopSampler):
         try:
             answer = await super().sample(prompt_token_ids, n, params, policy)
         except BaseException as error:
-            counter = next(
-                (counter for kind, counter in _COUNTER_OF_ERROR.items() if isinstance(error, kind)), "failed"
-            )
-            self.counters[counter] += 1
+            counters = [counter for kind, counter in _COUNTER_OF_ERROR.items() if isinstance(error, kind)]
+            self.counters[counters[0] if counters else "failed"] += 1
             raise
         self.counters["answered"] += 1
         return answer
@@ -159,7 +157,8 @@ class RoutedSampler(LoopSampler):
         failures: list[tuple[Engine, AttemptFailed]] = []
         while len(failures) < limits.ATTEMPTS:
             engine = await self._queue.place(request)
-            self.counters["retried"] += bool(failures)
+            if failures:
+                self.counters["retried"] += 1
             try:
                 answer = await self._attempt(engine, request)
             except AttemptFailed as failure:
@@ -223,7 +222,7 @@ class RoutedSampler(LoopSampler):
         engines = self._queue.healthy()
         outcomes = await asyncio.gather(*(self._publish_to(engine, version) for engine in engines))
         errors: dict[str, CotuneError] = {}
-        loaded: list[Engine] = []
+        holders: list[Engine] = []
         for engine, error in zip(engines, outcomes, strict=True):
             # An engine that was taken out meanwhile does not matter: its successor loads the version. It cannot do that
             # if the weights are lost.
@@ -231,25 +230,17 @@ class RoutedSampler(LoopSampler):
                 continue
             if error is not None:
                 errors[engine.name] = error
+            # After a SyncError the engine holds the version too, but with other weights.
             if error is None or isinstance(error, SyncError):
-                loaded.append(engine)
-        if loaded and not errors:
+                holders.append(engine)
+        if holders and not errors:
             return version
 
         # A version is served by all engines or by none.
-        await asyncio.gather(*(engine.order("retire", policy) for engine in loaded))
+        await asyncio.gather(*(engine.order("retire", policy) for engine in holders))
         if not errors:
             raise NoEngine
-        for error in errors.values():
-            if isinstance(error, LearnerLost):
-                raise error  # the run can go back to its last checkpoint
-        if not loaded:
-            raise next(iter(errors.values()))
-        reasons = "; ".join(f"{name}: {error_line(error)}" for name, error in errors.items())
-        raise SyncError(
-            f"{policy} with fingerprint {version.fingerprint} is not served by all engines, so by none: {reasons}.",
-            "Read the logs of the engines named.",
-        )
+        raise _rejection(version, errors, by_all=not holders)
 
     async def _unload(self, version: Version) -> None:
         await self._order("retire", version.policy)
@@ -285,7 +276,21 @@ class RoutedSampler(LoopSampler):
     def _changed(self) -> None:
         lengths = [replica.info.max_model_len for replica in self._replicas if replica.info is not None]
         self.max_model_len = min(lengths, default=0)
-        self._queue.changed()
+        self._queue.on_replica_change()
+
+
+def _rejection(version: Version, errors: Mapping[str, CotuneError], *, by_all: bool) -> CotuneError:
+    """The error to raise for a version that engines rejected. `errors` are their errors by engine name."""
+    for error in errors.values():
+        if isinstance(error, LearnerLost):
+            return error  # the run can go back to its last checkpoint
+    if by_all:
+        return next(iter(errors.values()))
+    reasons = "; ".join(f"{name}: {error_line(error)}" for name, error in errors.items())
+    return SyncError(
+        f"{version.policy} with fingerprint {version.fingerprint} is not served by all engines, so by none: {reasons}.",
+        "Read the logs of the engines named.",
+    )
 
 
 def _count_faults(failures: Sequence[tuple[Engine, AttemptFailed]]) -> None:

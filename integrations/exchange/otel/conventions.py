@@ -43,7 +43,7 @@ _DETAILS = "gen_ai.client.inference.operation.details"
 
 
 def kind_of(span: Span) -> Kind:
-    """The kind of a span."""
+    """The kind of a span, in whichever convention it is written."""
     operation = span.attributes.get(names.OPERATION)
     if operation is not None:
         return _OPERATIONS.get(str(operation), "other")
@@ -55,7 +55,7 @@ def kind_of(span: Span) -> Kind:
 
 
 def agent_of(span: Span) -> str | None:
-    """The agent that a span names, as the span of an agent or of a graph's node."""
+    """The agent that a span names in any convention, or its LangGraph node; None without one."""
     for key in (names.ROLE, names.AGENT_NAME, "agent.name"):
         if agent := span.attributes.get(key):
             return str(agent)
@@ -92,7 +92,8 @@ def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]
 
     If the prompt is incomplete, its answer is left out as well.
     """
-    # The conventions are tried from the newest to the oldest.
+    # The conventions are tried from the newest to the oldest: OpenTelemetry's, which has messages in the span or in an
+    # event, then OpenInference, OpenLLMetry, and OpenTelemetry's older form with an event for each message.
     details = [event.attributes for event in span.events if event.name == _DETAILS]
     for attributes in (span.attributes, *details):
         if names.INPUT_MESSAGES in attributes or names.OUTPUT_MESSAGES in attributes:
@@ -100,8 +101,8 @@ def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]
             if genai_request is None:
                 return [], []
             return genai_request, _answer_messages(attributes, left_out)
-    request = [_openinference(fields) for fields in fields_by_number(span.attributes, "llm.input_messages")]
-    answers = [_openinference(fields) for fields in fields_by_number(span.attributes, "llm.output_messages")]
+    request = [_openinference_message(fields) for fields in fields_by_number(span.attributes, "llm.input_messages")]
+    answers = [_openinference_message(fields) for fields in fields_by_number(span.attributes, "llm.output_messages")]
     if not request and not answers:
         request, answers = openllmetry_messages(span.attributes, left_out)
     if not request and not answers:
@@ -111,10 +112,12 @@ def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]
 
 def tools_of(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
     """Tool definitions in OpenAI form; None without any."""
+    # OpenTelemetry's convention first, then OpenInference's and OpenLLMetry's.
     definitions = json_value(attributes.get(names.TOOL_DEFINITIONS), names.TOOL_DEFINITIONS, left_out)
     if not isinstance(definitions, list):
         definitions = [fields.get("tool.json_schema") for fields in fields_by_number(attributes, "llm.tools")]
-        definitions = definitions or openllmetry_tools(attributes, left_out)
+        if not definitions:
+            definitions = openllmetry_tools(attributes, left_out)
     tools = []
     for definition in definitions:
         tool = as_mapping(json_value(definition, "llm.tools", left_out))
@@ -161,9 +164,10 @@ def _readable_messages(value: Any, left_out: Counter[str]) -> list[Mapping[str, 
     return readable
 
 
-def _openinference(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat message from OpenInference's attributes, whose dotted names hold numbers, such as
-    `message.contents.0.text`.
+def _openinference_message(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat message in OpenAI form, from the attributes of one message in OpenInference's convention.
+
+    Lists are spread over attributes with numbers in their names, such as `message.contents.0.message_content.text`.
     """
     message: dict[str, Any] = {
         "role": str(fields.get("message.role") or "user"),

@@ -126,8 +126,8 @@ def _export_episodes(
     for episode in store.episodes() if only is None else [store.episode(only)]:
         spans_of_episode = episode_spans(store, episode, detail, left_out)
         write(spans_of_episode)
-        episodes = episodes + 1
-        spans = spans + len(spans_of_episode)
+        episodes += 1
+        spans += len(spans_of_episode)
     if store.health.unreadable:
         left_out["unreadable"] += store.health.unreadable
     return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))

@@ -94,8 +94,9 @@ def import_spans(spans: Sequence[Span], sink: Sink, left_out: Counter[str], *, p
             for record in records:
                 if isinstance(record, CallRecord):
                     calls += 1
-                    has_tokens = all(c.token_ids and c.logprobs for c in record.candidates)
-                    without_tokens += record.prompt is None or not has_tokens
+                    candidates_have_tokens = all(c.token_ids and c.logprobs for c in record.candidates)
+                    if record.prompt is None or not candidates_have_tokens:
+                        without_tokens += 1
     return Imported(
         spans=len(spans), episodes=episodes, calls=calls, without_tokens=without_tokens, left_out=dict(left_out)
     )
@@ -125,9 +126,9 @@ class _SpanTree:
     def _nearest(
         self, span: Span, cache: dict[str, T], value_of: Callable[[Span], T | None], default: Callable[[Span], T]
     ) -> T:
-        """The first value from a span outwards; `default` of the outermost span if no span has a value.
+        """The value of the nearest span with one, from `span` outwards, or else the `default` of the outermost span.
 
-        All spans on the way have the same value, so each gets it in the cache.
+        All spans on the way inherit the same value, so each gets it in the `cache`, by span id.
         """
         walked: dict[str, Span] = {}
         while span.id not in cache:
@@ -161,8 +162,10 @@ class _EpisodeImport:
     """The import of one episode."""
 
     def __init__(self, root: Span, chats: Sequence[Span], tree: _SpanTree, phase: str, left_out: Counter[str]) -> None:
-        """One episode of a trace: its span `root` and the spans of its calls. Ids are cotune's own if it wrote the
-        trace, otherwise they are derived from the spans, so that a second import gives the same records.
+        """One episode of a trace: its span `root` and the spans of its calls, `chats`.
+
+        If cotune wrote the trace, the records keep the ids in it. Otherwise ids are derived from the spans, so that a
+        second import gives the same records.
         """
         self.root = root
         self.chats = sorted(chats, key=lambda span: (count_or_zero(span.attributes.get(names.STEP)), span.start))
@@ -186,7 +189,7 @@ class _EpisodeImport:
                 self.call_count += 1
             except _UNREADABLE:
                 self.left_out["call_not_readable"] += 1
-        self._rewards(self.root, self.id)
+        self._read_rewards(self.root, self.id)
         return [*records, *self.rewards, self._episode()]
 
     def _episode(self) -> Episode:
@@ -236,13 +239,35 @@ class _EpisodeImport:
         """The call record of one chat span, after the new bodies that it refers to. Unreadable attributes are counted
         in `left_out`.
         """
-        attributes = chat.attributes
         role = self.tree.role(chat) or "app"
         _, turn = self.turns.count_call(role)
         messages, answers = messages_of(chat, self.left_out)
         if not messages:
             self.left_out["call_without_messages"] += 1
         answer = self._answer(chat, answers)  # first: a call whose answer cannot be read leaves no trace
+        call = self._pending_call(chat, role, step, turn, messages)
+        # Links of the span name the calls whose answers it read. Without any, `link` finds these calls by their texts.
+        linked = tuple(self.ids[link] for link in chat.links if link in self.ids)
+        self.call_records.link(call)
+        call.parents = linked or call.parents
+
+        status = self._status(chat)
+        error = None
+        if status != "ok":
+            error = chat.failed or "no answer was recorded"
+        *bodies, record = self.call_records.ended(call, answer, status, error)
+        assert isinstance(record, CallRecord)
+        self._read_rewards(chat, call.id)
+        if chat.end < chat.start:
+            self.left_out["negative_latency"] += 1
+        latency = max(chat.end - chat.start, 0) / 1e9
+        return [*bodies, msgspec.structs.replace(record, latency=latency)]
+
+    def _pending_call(
+        self, chat: Span, role: str, step: int, turn: int, messages: Sequence[Mapping[str, Any]]
+    ) -> PendingCall:
+        """The request of a chat span with these messages, as a call that has not been answered yet."""
+        attributes = chat.attributes
         caller = CallerContext(role, str(attributes.get(names.INTEGRATION) or "opentelemetry"))
         model = first_value(attributes, names.REQUEST_MODEL, "llm.model_name", "gen_ai.response.model")
         body = {
@@ -255,22 +280,9 @@ class _EpisodeImport:
         call = PendingCall(self.id, caller, step, turn, body)
         call.id = self.ids[chat.id]
         call.started = chat.start / 1e9
+        # The span has only the number of failed attempts, not their errors.
         call.attempts = ["unknown"] * min(count_or_zero(attributes.get(names.ATTEMPTS)), _ATTEMPTS)
-        # Links of the span name the calls whose answers it read. Without any, they are found by their texts.
-        linked = tuple(self.ids[link] for link in chat.links if link in self.ids)
-        self.call_records.link(call)
-        call.parents = linked or call.parents
-        status = self._status(chat)
-        error = None
-        if status != "ok":
-            error = chat.failed or "no answer was recorded"
-        *bodies, record = self.call_records.ended(call, answer, status, error)
-        assert isinstance(record, CallRecord)
-        self._rewards(chat, call.id)
-        if chat.end < chat.start:
-            self.left_out["negative_latency"] += 1
-        latency = max(chat.end - chat.start, 0) / 1e9
-        return [*bodies, msgspec.structs.replace(record, latency=latency)]
+        return call
 
     def _answer(self, chat: Span, messages: Sequence[Mapping[str, Any]]) -> Answer:
         """The answer in a chat span, whose candidates have these messages."""
@@ -294,19 +306,20 @@ class _EpisodeImport:
         )
 
     def _candidates(self, chat: Span, answers: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
-        """The candidates in a chat span.
+        """The candidates in a chat span, one for each message in `answers`.
 
-        A finish reason in the answer counts before the span's. `names.SAMPLED` has the token ids and log-probabilities
-        of each answer.
+        The finish reason is the message's own, or else the one that the span lists for it. The attribute
+        `names.SAMPLED` lists the token ids and log-probabilities of each candidate.
         """
-        reasons = chat.attributes.get(names.FINISH_REASONS)
-        reasons = reasons if isinstance(reasons, Sequence) and not isinstance(reasons, str) else ()
+        span_reasons = chat.attributes.get(names.FINISH_REASONS)
+        if not isinstance(span_reasons, Sequence) or isinstance(span_reasons, str):
+            span_reasons = ()
         sampled = json_value(chat.attributes.get(names.SAMPLED), names.SAMPLED, self.left_out) or []
         candidates = []
         for index, message in enumerate(answers):
-            span_reason = reasons[index] if index < len(reasons) else "stop"
+            span_reason = span_reasons[index] if index < len(span_reasons) else "stop"
             reason = str(message.get("finish_reason") or span_reason)
-            ids = sampled[index] if index < len(sampled) else {}
+            tokens = sampled[index] if index < len(sampled) else {}
             body = {key: value for key, value in message.items() if key != "finish_reason"}
             content = body.get("content")
             candidates.append(
@@ -314,8 +327,8 @@ class _EpisodeImport:
                     index=index,
                     text=content if isinstance(content, str) else "",
                     message={**body, "role": "assistant"},
-                    token_ids=tuple(ids.get("token_ids") or ()),
-                    logprobs=tuple(ids.get("logprobs") or ()),
+                    token_ids=tuple(tokens.get("token_ids") or ()),
+                    logprobs=tuple(tokens.get("logprobs") or ()),
                     finish_reason=_REASONS.get(reason, reason),
                 )
             )
@@ -333,25 +346,30 @@ class _EpisodeImport:
             return "timeout"
         return "cancelled" if "cancel" in kind else "error"
 
-    def _rewards(self, span: Span, target: str) -> None:
-        """Read the rewards of a span, for the episode or, by default, for a candidate of the call `target`."""
+    def _read_rewards(self, span: Span, target: str) -> None:
+        """Append the rewards of a span's evaluation events, and their reasons, to `self.rewards`.
+
+        `target` is the id of the episode or of a call. An event in a call's span rewards one candidate of the call: the
+        one whose index it names, or else the first.
+        """
         for event in span.events:
             if event.name != names.EVALUATION:
                 continue
             name = event.attributes.get(names.EVALUATION_NAME)
             value = event.attributes.get(names.EVALUATION_VALUE)
             text = event.attributes.get(names.EVALUATION_EXPLANATION)
-            index = event.attributes.get(names.CANDIDATE)
-            rewarded = target if target == self.id else candidate_id(target, count_or_zero(index))
             number = float(value) if isinstance(value, int | float) else None
             reason = clean(text) if isinstance(text, str) and text.strip() else ""
             if name is None or (number is None and not reason):
                 self.left_out["evaluation_without_score"] += 1
                 continue
+            rewarded_id = target
+            if target != self.id:
+                rewarded_id = candidate_id(target, count_or_zero(event.attributes.get(names.CANDIDATE)))
             if number is not None:
-                self.rewards.append(RewardRecord(rewarded, str(name), number, event.at / 1e9))
+                self.rewards.append(RewardRecord(rewarded_id, str(name), number, event.at / 1e9))
             if reason:
-                self.rewards.append(feedback_record(rewarded, str(name), reason, event.at / 1e9))
+                self.rewards.append(feedback_record(rewarded_id, str(name), reason, event.at / 1e9))
 
 
 def _ulid_of_span(span: Span) -> str:

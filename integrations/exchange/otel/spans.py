@@ -7,8 +7,9 @@ Ids are derived from the ids of the records, so that a second export gives the s
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -111,8 +112,8 @@ class _Episode:
         called.
         """
         yield self._workflow()
-        for place, call in enumerate(self.calls):
-            tools = list(self._tools(place, call))
+        for index, call in enumerate(self.calls):
+            tools = list(self._tools(index, call))
             agent_attributes = {
                 names.OPERATION: names.AGENT,
                 names.AGENT_NAME: call.role,
@@ -164,11 +165,11 @@ class _Episode:
         end = _nanoseconds(episode.started + episode.latency)
         return self._span(
             self.root,
-            None,
-            f"{names.WORKFLOW} {episode.workflow}",
-            start,
-            end,
-            attributes,
+            parent=None,
+            name=f"{names.WORKFLOW} {episode.workflow}",
+            start=start,
+            end=end,
+            attributes=attributes,
             events=tuple(self._evaluations(episode.id, end)),
             failed=self._error(episode.status, episode.error),
         )
@@ -180,11 +181,11 @@ class _Episode:
             events += self._evaluations(candidate_id(call.id, candidate.index), _end_of_call(call), candidate.index)
         return self._span(
             _span_id(call.id, "chat"),
-            _span_id(call.id, "agent"),
-            f"{names.CHAT} {call.model}".rstrip(),
-            _nanoseconds(call.started),
-            _end_of_call(call),
-            self._chat_attributes(call),
+            parent=_span_id(call.id, "agent"),
+            name=f"{names.CHAT} {call.model}".rstrip(),
+            start=_nanoseconds(call.started),
+            end=_end_of_call(call),
+            attributes=self._chat_attributes(call),
             kind="client",
             events=tuple(events),
             links=tuple(_span_id(parent, "chat") for parent in call.parents),
@@ -254,20 +255,21 @@ class _Episode:
             attributes[names.SAMPLED] = as_text(sampled)
         return attributes
 
-    def _tools(self, place: int, call: CallRecord) -> Iterator[Span]:
-        """Spans of the tools that the chosen answer called.
+    def _tools(self, index: int, call: CallRecord) -> Iterator[Span]:
+        """Spans of the tools that the chosen answer of a call uses. `index` is the call's position in the episode.
 
-        Their results are in the tool messages of a later call, or were recorded for a replay.
+        The result of a tool is in the prompt of a later call, or was recorded for a replay. A tool without a result has
+        no span.
         """
         tool_calls = [] if call.chosen is None else call.candidates[call.chosen].tool_calls
-        read_results = self._read_results(place, call, tool_calls)
+        results_in_prompts = self._results_in_later_prompts(index, call, tool_calls)
         uses_of_id: Counter[str] = Counter()
-        for tool_call, read_result in zip(tool_calls, read_results, strict=True):
+        for tool_call, result_in_prompt in zip(tool_calls, results_in_prompts, strict=True):
             function = tool_call.get("function") or {}
             id = tool_call.get("id")
-            result = read_result or self._replay_result(id, function.get("name"), self.used_ids[str(id)])
+            result = result_in_prompt or self._replay_result(id, function.get("name"), self.used_ids[str(id)])
             self.used_ids[str(id)] += 1
-            # Servers may give several tool calls the same id: their spans are numbered.
+            # Servers may give several tool calls of an answer the same id: their spans are numbered.
             number = uses_of_id[str(id)]
             uses_of_id[str(id)] += 1
             if result is None:
@@ -298,58 +300,55 @@ class _Episode:
             attributes=attributes,
         )
 
-    def _read_results(self, place: int, call: CallRecord, tool_calls: list[dict[str, Any]]) -> list[_ToolResult | None]:
-        """The result of each tool call of an answer, from the first later call whose prompt has any of them.
+    def _results_in_later_prompts(
+        self, index: int, call: CallRecord, tool_calls: list[dict[str, Any]]
+    ) -> list[_ToolResult | None]:
+        """The result of each tool call of an answer, None for a tool without one. `index` is the position of `call`.
 
-        The results are the tool messages after the answer. Ids are not enough: another answer may have the same ids.
+        The results are the tool messages that follow the answer in the first later prompt that has any. The ids of tool
+        calls alone do not find them, because another answer may use the same ids.
         """
         ids = [tool_call.get("id") for tool_call in tool_calls]
-        results: list[_ToolResult | None] = [None] * len(tool_calls)
-        if not tool_calls:
+        results: list[_ToolResult | None] = [None] * len(ids)
+        if not ids:
             return results
-        same_answers = 0
-        for position in range(place, len(self.calls) - 1):
-            earlier = self.calls[position]
-            later = self.calls[position + 1]
-            same_answers += earlier.role == call.role and _chosen_ids(earlier) == ids
-            for message in self._messages_after_answer(later, ids, same_answers):
-                id = message.get("tool_call_id")
-                if message.get("role") != "tool" or id is None:
-                    continue
-                # Several tools of one answer may have the same id: their results come in order.
-                open_places = [index for index, tool_id in enumerate(ids) if tool_id == id and results[index] is None]
-                if open_places:
-                    start = _end_of_call(call)
-                    end = max(start, _nanoseconds(later.started))
-                    results[open_places[0]] = _ToolResult(start, end, message.get("content"))
-            if any(results):
+        answers_with_these_ids = 0
+        for earlier, later in itertools.pairwise(self.calls[index:]):
+            if earlier.role == call.role and _chosen_ids(earlier) == ids:
+                answers_with_these_ids += 1
+            following = self._messages_after_answer(later, ids, answers_with_these_ids)
+            contents = _contents_of_tool_calls(following, ids)
+            if contents:
+                start = _end_of_call(call)
+                end = max(start, _nanoseconds(later.started))
+                for position, content in contents.items():
+                    results[position] = _ToolResult(start, end, content)
                 break
         return results
 
-    def _messages_after_answer(self, later: CallRecord, ids: list[Any], count: int) -> list[Mapping[str, Any]]:
-        """The messages in the prompt of a later call that follow the answer with these ids of tool calls, up to the
-        next answer.
+    def _messages_after_answer(self, later: CallRecord, ids: list[Any], count_from_end: int) -> list[Mapping[str, Any]]:
+        """The messages that follow an answer in the prompt of a later call, up to the next answer.
 
-        Several turns may call tools with the same ids. The prompt ends with the answers of the last turns, so the
-        answer is the one at position `count` among equal ones, counted from the end.
+        The answer is one that called tools with these `ids`. If the prompt has several, it is the last one for a
+        `count_from_end` of 1, the last but one for 2, and so on.
         """
         messages = self.messages[later.id]
-        answer_places = [index for index, message in enumerate(messages) if _tool_ids(message) == ids]
-        if not answer_places:
-            # The application has rewritten its history, but ids that occur once are still clear.
+        answer_positions = [index for index, message in enumerate(messages) if _tool_ids(message) == ids]
+        if not answer_positions:
+            # The application has rewritten its history. Results of ids that occur once can still be assigned.
             return [] if any(self.tool_ids[id] > 1 for id in ids) else messages
-        if count > len(answer_places):
+        if count_from_end > len(answer_positions):
             return []
-        following = []
-        for message in messages[answer_places[-count] + 1 :]:
-            if message.get("role") == "assistant":
-                break
-            following.append(message)
-        return following
+        first = answer_positions[-count_from_end] + 1
+        return list(itertools.takewhile(lambda message: message.get("role") != "assistant", messages[first:]))
 
     def _replay_result(self, id: Any, name: Any, number: int) -> _ToolResult | None:
-        """The result of a tool that was recorded for a replay; of those with the same id, the one of this number."""
-        with_id = [result for result in self.episode.results if id and (result.call, result.name) == (id, name)]
+        """The result of a tool that was recorded for a replay. If several have the same id, the one at position
+        `number` among them; None if it was not recorded.
+        """
+        if not id:
+            return None
+        with_id = [result for result in self.episode.results if result.call == id and result.name == name]
         if number >= len(with_id):
             return None
         result = with_id[number]
@@ -360,7 +359,10 @@ class _Episode:
         return _ToolResult(_nanoseconds(result.started), end, body.get("result"))
 
     def _evaluations(self, target: str, at: int, candidate: int | None = None) -> Iterator[SpanEvent]:
-        """The rewards of an episode or a candidate, with their reasons."""
+        """An event at the time `at` for each reward of an episode or a candidate, with its reason.
+
+        `target` is the id of the episode or candidate, `candidate` the candidate's index.
+        """
         rewards = self.rewards.get(target) or {}
         texts = self.feedback.get(target) or {}
         for name in dict.fromkeys([*rewards, *texts]):
@@ -398,6 +400,23 @@ def _request_attributes(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     response_format = params.get("response_format")
     if isinstance(response_format, Mapping):
         yield names.OUTPUT_TYPE, "json" if str(response_format.get("type")).startswith("json") else "text"
+
+
+def _contents_of_tool_calls(messages: Sequence[Mapping[str, Any]], ids: Sequence[Any]) -> dict[int, Any]:
+    """Position of a tool call among the calls with these `ids` -> content of the tool message with its result.
+
+    Several tool calls of one answer may have the same id: their results come in the order of the calls.
+    """
+    contents: dict[int, Any] = {}
+    for message in messages:
+        id = message.get("tool_call_id")
+        if message.get("role") != "tool" or id is None:
+            continue
+        for position, called_id in enumerate(ids):
+            if called_id == id and position not in contents:
+                contents[position] = message.get("content")
+                break
+    return contents
 
 
 def _tool_ids(message: Mapping[str, Any]) -> list[Any]:
