@@ -91,12 +91,16 @@ def weigh_rewards(
 
 
 def weight_of(component: str, role: str, attribution: Attribution, *, outcome: bool = False) -> float:
-    """Weight of a component of a candidate, or with `outcome` of its episode, in the reward of a role."""
+    """The weight of a reward component (a named reward) in the reward of a role.
+
+    The component belongs to a candidate, or with `outcome` to the candidate's episode.
+    """
     if f"{role}/{component}" in attribution.weights:
         weight = attribution.weights[f"{role}/{component}"]
     elif component in attribution.weights:
         weight = attribution.weights[component]
     elif attribution.seats and outcome:
+        # In a game, an outcome such as {"white": 1, "black": -1} has a component for each role.
         weight = float(component == role)
     elif component in attribution.gates:
         weight = 0.0  # a gate multiplies the sum, and is not added to it

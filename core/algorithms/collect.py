@@ -362,12 +362,16 @@ def _replay_reason(
 ) -> str | None:
     """The reason to leave out a call under a replay plan, or None.
 
-    Samples come from branches only: from the call at the fork, and if `trains_branches` from later calls.
+    A replay plan forks a recorded episode (the trunk) at some calls, and runs each fork (a branch) to its end. Samples
+    come from branches only: from the call at the fork, and if `trains_branches` also from later calls. `trunk_calls`
+    has the forked call of the trunk for each call at a fork.
     """
     if episode.fork is None:
         return "trunk"
     is_at_fork = call.id in trunk_calls
-    return None if is_at_fork or trains_branches else "not_forked"
+    if is_at_fork or trains_branches:
+        return None
+    return "not_forked"
 
 
 def _load_images(store: Store, call: CallRecord, images: dict[str, bytes]) -> str | None:

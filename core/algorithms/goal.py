@@ -163,6 +163,11 @@ def rewards_by_goal(played: Sequence[Played], goal: Goal) -> Worth:
     if goal.others:
         goals = [msgspec.structs.replace(goal, others=()), *goal.others]
         return _combine_goals(played, goals, [rewards_by_goal(played, part) for part in goals])
+    return _rewards_by_method(played, goal)
+
+
+def _rewards_by_method(played: Sequence[Played], goal: Goal) -> Worth:
+    """The rewards of episodes and their roles if one method rewards all roles of the goal."""
     samples: list[Sample] = []
     for run in played:
         if _has_reward(run.episode, goal):
@@ -170,7 +175,7 @@ def rewards_by_goal(played: Sequence[Played], goal: Goal) -> Worth:
     step = goal.method.step(samples)
     rewards = _rewards_by_role(step, goal)
 
-    # A failed episode never has a higher reward than the worst one that ended well.
+    # A failed episode never has a higher reward than the worst episode that finished.
     finished_rewards: list[dict[str, float]] = []
     for run in played:
         if run.episode.status == "ok" and run.episode.id in rewards:

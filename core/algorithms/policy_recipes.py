@@ -21,16 +21,20 @@ from cotune.errors import ConfigError
 
 
 def by_equal(recipes: Iterable[tuple[Method, str]]) -> list[tuple[Method, list[str]]]:
-    """The different recipes in order of first appearance, each with its names. An empty name adds only the recipe."""
-    different: list[tuple[Method, list[str]]] = []
+    """Join pairs of a recipe and a name that have equal recipes: each different recipe with all of its names.
+
+    The recipes are in order of first appearance. A pair with an empty name adds its recipe, but no name.
+    """
+    # No dictionary: a user's class may be comparable without being hashable.
+    different: list[Method] = []
+    names: list[list[str]] = []
     for recipe, name in recipes:
-        names = next((names for other, names in different if other == recipe), None)
-        if names is None:
-            names = []
-            different.append((recipe, names))
+        if recipe not in different:
+            different.append(recipe)
+            names.append([])
         if name:
-            names.append(name)
-    return different
+            names[different.index(recipe)].append(name)
+    return list(zip(different, names, strict=True))
 
 
 class Recipes(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,13 +90,14 @@ def regroup(
             problems=(str(error),),
         )
     problems = prepared.warnings
-    unread = [method.name for method in chosen.every if method.unread]
-    if unread:  # a command that shows a run does not run the user's code
-        of_unread = np.array([chosen.of(sample.policy.name).unread for sample in prepared.samples], np.bool_)
-        prepared = msgspec.structs.replace(prepared, advantages=np.where(of_unread, np.nan, prepared.advantages))
+    unread_names = [method.name for method in chosen.every if method.unread]
+    if unread_names:
+        # A command that shows a run does not run the user's code, so the advantages by that code are unknown: NaN.
+        is_unread = np.array([chosen.of(sample.policy.name).unread for sample in prepared.samples], np.bool_)
+        prepared = msgspec.structs.replace(prepared, advantages=np.where(is_unread, np.nan, prepared.advantages))
         text = (
-            f"Your code for {', '.join(unread)} is not run here: the advantages are not shown, and the rewards are "
-            "plain sums in the default groups of the plan."
+            f"Your code for {', '.join(unread_names)} is not run here: the advantages are not shown, and the rewards "
+            "are plain sums in the default groups of the plan."
         )
         problems = (*problems, text)
     left_out.update(prepared.left_out)

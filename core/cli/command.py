@@ -266,8 +266,11 @@ def fields_of(a: argparse.Namespace, table: type[msgspec.Struct] | None = None) 
 
 @contextmanager
 def printing_aside() -> Iterator[None]:
-    """Send standard output to standard error inside this context, for this process and its children. Output at the
-    exit of the process goes there too."""
+    """Send standard output to standard error inside this context, for this process and its children.
+
+    An application that runs inside this context may also print when the process exits. From then on, all output goes to
+    standard error.
+    """
     sys.stdout.flush()
     try:
         # Child processes write to descriptor 1, whatever `sys.stdout` is.
@@ -282,11 +285,11 @@ def printing_aside() -> Iterator[None]:
         if stdout is not None:
             os.dup2(stdout, 1)
             os.close(stdout)
-        atexit.register(_aside)
+        atexit.register(_print_to_stderr)
 
 
-def _aside() -> None:
-    """Send what is printed from now on to standard error."""
+def _print_to_stderr() -> None:
+    """Send all later output of `print` to standard error."""
     sys.stdout.flush()
     sys.stdout = sys.stderr
 

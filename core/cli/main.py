@@ -207,12 +207,18 @@ def _print_failure(arguments: argparse.Namespace, message: str) -> int:
 
 
 def run() -> NoReturn:
-    """The process of the command line: run the command, then end everything that the application has left running."""
+    """Run the command line as a process of its own: run the command, then end the process with the command's status.
+
+    Threads that the application has left running do not keep the process alive.
+    """
+    # Until the command begins, and again after it, Ctrl-C ends the process at once: no work would be lost.
     interrupt_ends()
     own_process()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an answer may have characters that the locale cannot encode
-            stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
+    # An answer may have characters that the encoding of the terminal lacks. They must not fail the command.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
     status = main()
     interrupt_ends()
     leave(status)

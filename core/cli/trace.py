@@ -147,4 +147,5 @@ def _report(
         console.print(f"  {count} x {error}", markup=False)
     if not calls:
         raise WorkflowError("The workflow made no LLM call that cotune can see.", UNSEEN)
-    return 1 if lost or len(failed) == len(episodes) else 0, len(failed)
+    status = 1 if lost or len(failed) == len(episodes) else 0
+    return status, len(failed)

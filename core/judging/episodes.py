@@ -209,7 +209,10 @@ async def _outcomes_of_task(judge: EpisodeJudge, store: Store, ended: Sequence[E
 
 
 def _above_failed(outcome: Scored | WorkflowError, name: str, others: int, failed: int) -> Scored | WorkflowError:
-    """Count the failed episodes in a rank. `name` is the name of the rank, the share of the `others` that an episode is
+    """The outcome of an episode with a rank that also counts the failed episodes of its task, which the judge did not
+    see.
+
+    The rank is the reward `name`: the share of the `others`, the other episodes that were judged, that the episode is
     better than. It is better than all of the `failed` episodes too.
     """
     if isinstance(outcome, WorkflowError) or not failed:

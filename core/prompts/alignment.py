@@ -120,8 +120,9 @@ def _by_lines(a: Row, b: Row) -> list[Block]:
     lines_b = _lines(b)
     blocks: list[Block] = []
     # The next word and the next line of each row that no block covers yet.
-    word_a = word_b = line_a = line_b = 0
-    for shared in _by_words([*lines_a], [*lines_b]):
+    word_a = word_b = 0
+    line_a = line_b = 0
+    for shared in _by_words([*lines_a], [*lines_b]):  # here each line counts as one word
         # The words before the shared lines differ as lines, but may have words in common.
         start_a = word_a + sum(map(len, lines_a[line_a : shared.a]))
         start_b = word_b + sum(map(len, lines_b[line_b : shared.b]))

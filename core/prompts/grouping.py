@@ -117,8 +117,22 @@ def group_texts(texts: Iterable[SeenText]) -> list[Group]:
     sample = singles[::step][:_SAMPLE_TEXTS]
     groups = _merge_groups(sample)
 
-    # 2. In rounds, some of the other texts join a prompt or begin a new one.
-    waiting = [single for single in singles if not any(single is other for other in sample)]
+    # 2. The other texts join the prompts of these texts, or begin new ones.
+    others = [single for single in singles if not any(single is sampled for sampled in sample)]
+    groups = _join_in_rounds(groups, others)
+
+    # 3. Later texts may have removed the words in which two prompts differed.
+    if others and len(groups) <= 2 * _SAMPLE_TEXTS:
+        groups = _merge_groups(groups)
+    return groups
+
+
+def _join_in_rounds(groups: list[Group], waiting: list[Group]) -> list[Group]:
+    """Let the waiting texts (each a group of its own) join a prompt or begin a new one. Returns all prompts.
+
+    In each round only some of the waiting texts are aligned with the prompts. All others that match a prompt afterwards
+    need no alignment, which is slow.
+    """
     separate: list[Group] = []
     for _ in range(_ROUNDS):
         if not waiting:
@@ -130,21 +144,15 @@ def group_texts(texts: Iterable[SeenText]) -> list[Group]:
         waiting = [single for number, single in enumerate(waiting) if number % step]
         if not waiting:
             break
-        # Texts that match a prompt need no alignment. Prompts with a single text are not compared any more: many texts
-        # that are all different are input, and comparing all pairs would take hours.
+        # Prompts with a single text are not compared any more: many texts that are all different are input, and
+        # comparing all pairs would take hours.
         firm = [group for group in groups if group.is_firm]
         separate += [group for group in groups if not group.is_firm]
         groups = firm
         waiting = [single for single in waiting if not _add_to_match(firm, single)]
         if firm_before.issuperset(id(group) for group in firm):
-            break
-
-    # 3. Later texts may have removed the words in which two prompts differed.
-    groups = [*groups, *separate, *waiting]
-    has_later_texts = len(singles) > len(sample)
-    if has_later_texts and len(groups) <= 2 * _SAMPLE_TEXTS:
-        groups = _merge_groups(groups)
-    return groups
+            break  # no new prompt has several texts, so another round would find none either
+    return [*groups, *separate, *waiting]
 
 
 def _merge_groups(groups: Sequence[Group]) -> list[Group]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -42,23 +43,26 @@ class _Block(NamedTuple):
 
 
 def single_material(texts: Iterable[str]) -> Mapping[str, list[Span]]:
-    """The spans of each text under a label such as "Context:" that are the same in all texts with this label.
+    """The spans of each text that are the same document in all texts. A document has a label before it, such as
+    "Context:".
 
     All records may simply have the same retrieved document, so these spans are not offered as text of the prompt.
     """
-    places: dict[tuple[str, int], list[tuple[str, _Block]]] = {}
+    # Compare the first "Context:" of all texts, the second "Context:" of all texts, the first "Document:", ...
+    blocks_of_label: dict[tuple[str, int], list[tuple[str, _Block]]] = {}
     for text in texts:
-        count: dict[str, int] = {}
+        label_counts: Counter[str] = Counter()
         for block in _labelled_blocks(text):
-            number = count[block.label] = count.get(block.label, 0) + 1
-            places.setdefault((block.label, number), []).append((text, block))
+            label_counts[block.label] += 1
+            blocks_of_label.setdefault((block.label, label_counts[block.label]), []).append((text, block))
+
     spans: dict[str, list[Span]] = {}
-    for alike in places.values():
-        materials = [text[block.start : block.end] for text, block in alike]
-        common = len(os.path.commonprefix(materials))  # noqa: RUF071, of characters
+    for same_label in blocks_of_label.values():
+        documents = [text[block.start : block.end] for text, block in same_label]
+        common = len(os.path.commonprefix(documents))  # noqa: RUF071, of characters
         if common < SAME:
             continue  # the texts have several documents, which become a slot when they are compared
-        for text, block in alike:
+        for text, block in same_label:
             spans.setdefault(text, []).append((block.start, block.start + common))
     return spans
 

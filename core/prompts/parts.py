@@ -157,7 +157,7 @@ def _of_place(place: Place, texts: Sequence[SeenText], has_two_tasks: bool) -> t
         template = group.template()
         if template.constant:
             prompts.append(_PlacedPrompt(place, group, template, min(text.order for text in group.texts)))
-    return [_check_rivals(prompt, prompts) for prompt in prompts], inputs
+    return [replace(prompt, blocked=_matches_rival(prompt, prompts)) for prompt in prompts], inputs
 
 
 def why_not(kind: Kind, old: Template, tasks: int) -> str:
@@ -171,16 +171,19 @@ def why_not(kind: Kind, old: Template, tasks: int) -> str:
     return ""
 
 
-def _check_rivals(prompt: _PlacedPrompt, prompts: Sequence[_PlacedPrompt]) -> _PlacedPrompt:
-    """The prompt, blocked if another prompt with at least as much constant text matches one of its texts."""
+def _matches_rival(prompt: _PlacedPrompt, prompts: Sequence[_PlacedPrompt]) -> bool:
+    """Whether one of the prompt's texts also matches another prompt with at least as much constant text.
+
+    A request with this text would get the other prompt's edits, so the prompt cannot be edited.
+    """
     for other in prompts:
         if other is prompt or other.template == prompt.template:
             continue
         if other.template.constant < prompt.template.constant:
             continue
         if any(other.template.match(text.text) is not None for text in prompt.group.texts):
-            return replace(prompt, blocked=True)
-    return replace(prompt, blocked=False)
+            return True
+    return False
 
 
 def _name_prompts(prompts: Sequence[_PlacedPrompt]) -> list[FoundPart]:
@@ -226,7 +229,6 @@ def _found_part(same_text: Sequence[_PlacedPrompt], number: int) -> FoundPart:
         calls |= prompt.group.calls
         tasks |= prompt.group.tasks
         texts += prompt.group.texts
-    blocked = "one of its texts also matches another part" if any(prompt.blocked for prompt in same_text) else ""
     part = PromptPart(
         name=name,
         roles=tuple(prompt.place.role for prompt in same_text),
@@ -235,10 +237,21 @@ def _found_part(same_text: Sequence[_PlacedPrompt], number: int) -> FoundPart:
         old=template,
         support=Support(calls=len(calls), tasks=len(tasks)),
     )
-    texts.sort(key=lambda text: min(text.calls))
-    values = [matched for text in texts if (matched := _slot_values(template, text)) is not None]
-    examples = tuple(tuple(_distinct_examples(row[slot - 1] for row in values)) for slot in template.slots)
-    return FoundPart(part=part, examples=examples, why=blocked or why_not(kind, template, len(tasks)))
+    reason = why_not(kind, template, len(tasks))
+    if any(prompt.blocked for prompt in same_text):
+        reason = "one of its texts also matches another part"
+    return FoundPart(part=part, examples=_examples_of_slots(template, texts), why=reason)
+
+
+def _examples_of_slots(template: Template, texts: Iterable[SeenText]) -> tuple[tuple[str, ...], ...]:
+    """For each slot of a template, examples of the values that it has in these texts, in the order of their calls."""
+    values_of_slots: list[list[str]] = [[] for _ in template.slots]
+    for text in sorted(texts, key=lambda text: min(text.calls)):
+        values = _slot_values(template, text)
+        if values is not None:
+            for slot, values_of_slot in zip(template.slots, values_of_slots, strict=True):
+                values_of_slot.append(values[slot - 1])
+    return tuple(tuple(_distinct_examples(values)) for values in values_of_slots)
 
 
 def _slot_values(template: Template, text: SeenText) -> tuple[str, ...] | None:

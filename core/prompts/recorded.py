@@ -79,11 +79,8 @@ def read_texts(
     others. Text that matches `keep` is treated as if it varied, so that it cannot be changed.
     """
     recorded = Recorded()
-    all_episodes = store.episodes() if episodes is None else episodes
-    usable = [episode for episode in all_episodes if _of_application(episode)]
-    if episodes is None:
-        unedited = [episode for episode in usable if not episode.prompts]
-        usable = unedited or usable
+    # 1. Read the calls of as many episodes as are needed.
+    usable = _usable_episodes(store, episodes)
     calls_of_episodes: list[tuple[Episode, list[CallRecord]]] = []
     roles: set[str] = set()
     count = 0
@@ -95,9 +92,14 @@ def read_texts(
         count += len(episode_calls)
         roles.update(call.role for call in episode_calls)
         calls_of_episodes.append((episode, episode_calls))
-    reading = _Reading(store, recorded, roles, keep, texts_of(episode.task.input for episode, _ in calls_of_episodes))
+
+    # 2. Read the texts of the calls. Which parts of them vary depends on the roles and tasks of all these episodes.
+    task_texts = texts_of(episode.task.input for episode, _ in calls_of_episodes)
+    reading = _Reading(store, recorded, roles, keep, task_texts)
     for episode, episode_calls in calls_of_episodes:
         reading.episode(episode, episode_calls)
+
+    # 3. A document that every text has under one label, such as "Context:", is material, not text of the prompt.
     for place, texts in recorded.texts.items():
         if place.kind in ("system", "user"):
             for text, spans in single_material(texts).items():
@@ -105,9 +107,17 @@ def read_texts(
     return recorded
 
 
-def _of_application(episode: Episode) -> bool:
-    """Whether an episode ran the application, and was not cancelled."""
-    return episode.phase not in (JUDGING, REFLECTING) and episode.status != "cancelled"
+def _usable_episodes(store: Store, episodes: Iterable[Episode] | None) -> list[Episode]:
+    """The episodes that ran the application and were not cancelled. If `episodes` is None, they are the store's, and
+    episodes with edited prompts are used only if there are no others."""
+    usable: list[Episode] = []
+    for episode in store.episodes() if episodes is None else episodes:
+        if episode.phase not in (JUDGING, REFLECTING) and episode.status != "cancelled":
+            usable.append(episode)
+    unedited = [episode for episode in usable if not episode.prompts]
+    if episodes is None and unedited:
+        return unedited
+    return usable
 
 
 def _in_turn(episodes: Iterable[Episode]) -> Iterator[Episode]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
@@ -49,7 +50,7 @@ def by_task(evaluation: StoredEvaluation, label: str, against: str) -> list[Eval
         endings = modes[name].by_task.get(task, ()) if name in modes else ()
         return _figures(endings, has_success, floor)
 
-    keyed_rows: list[tuple[tuple[bool, float, float, float, float, str], EvaluatedTask]] = []
+    keyed_rows: list[tuple[Any, EvaluatedTask]] = []
     for task in tasks:
         success_after, reward_after = figures_in(label, task)
         success_before, reward_before = figures_in(against, task)
@@ -59,7 +60,7 @@ def by_task(evaluation: StoredEvaluation, label: str, against: str) -> list[Eval
         endings = {name: mode.endings[task] for name, mode in modes.items() if task in mode.endings}
         row = EvaluatedTask(task=task, endings=endings, change=change)
         sort_key = (
-            change is None,
+            change is None,  # tasks without a figure in one of the two modes come last
             success_change or 0.0,
             reward_change or 0.0,
             success_after or 0.0,

@@ -32,15 +32,21 @@ class PromptUse:
             if isinstance(call, CallRecord) and call.prompts:
                 with self._lock:
                     counts = self.roles.setdefault(call.role, Counter())
-                    counts.update(["calls", *filter(None, [call.unedited])])
+                    counts["calls"] += 1
+                    if call.unedited:  # the reason why the call was sent unedited
+                        counts[call.unedited] += 1
         self._sink.write(records)
 
     def lines(self) -> list[str]:
-        """A line for each role, for people."""
+        """A line of text for each role: how many calls had edited prompts, and why the others had not."""
         lines = []
         for role, counts in sorted(self.roles.items()):
-            edited = counts["calls"] - sum(counts[kind] for kind in WHY)
-            text = f"edited prompts of {role}: {edited} of {plural(counts['calls'], 'call')}"
-            unedited = [f"{counts[kind]} {reason} ({kind})" for kind, reason in WHY.items() if counts[kind]]
-            lines.append("; ".join([text, *unedited]))
+            unedited = 0
+            reasons: list[str] = []
+            for kind, reason in WHY.items():
+                if counts[kind]:
+                    unedited += counts[kind]
+                    reasons.append(f"{counts[kind]} {reason} ({kind})")
+            text = f"edited prompts of {role}: {counts['calls'] - unedited} of {plural(counts['calls'], 'call')}"
+            lines.append("; ".join([text, *reasons]))
         return lines

@@ -15,6 +15,7 @@ from cotune.reading.run import OpenedRun
 from cotune.records.policies import TRAINED
 from cotune.storage.checkpoints import CHECKPOINT, newest_checkpoint, read_policies
 from cotune.storage.run_layout import RunLayout, read_config
+from cotune.storage.sql.figures import TaskOutcome
 from cotune.storage.typed_json import read_if_typed
 
 PAGE = 60
@@ -120,9 +121,11 @@ def _draws(run: OpenedRun, tasks: Iterable[str]) -> tuple[dict[str, float], bool
 
 
 def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: str = "") -> TaskPage:
-    """A page of tasks: the tasks after `after`, in the order of their ids or in an order of ORDERS. `kind` is one of
-    KINDS, or empty for all."""
-    # 1. The tasks of this kind, in this order.
+    """A page of the tasks that a phase of the run ran.
+
+    `kind` is one of KINDS, or empty for tasks of all kinds. `order` is one of ORDERS, or empty for the order of their
+    ids. `after` is the id of the last task of the page before, or empty for the first page.
+    """
     measure, all_tasks = run.figures.outcomes_by_task(phase, run.config.on_failure)
     bounds: dict[str, tuple[float, float]] = {}
     for task in all_tasks:
@@ -131,27 +134,21 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
     counts = {"all": len(all_tasks)}
     for name, is_of_kind in KINDS.items():
         counts[name] = sum(is_of_kind(low, high) for low, high in bounds.values())
-    chosen = list(all_tasks)
-    if kind in KINDS:
-        chosen = [task for task in all_tasks if task.task in bounds and KINDS[kind](*bounds[task.task])]
     draws: dict[str, float] = {}
     adaptive = False
     if phase == "train":
         draws, adaptive = _draws(run, [str(task.task) for task in all_tasks])
+
+    chosen = list(all_tasks)
+    if kind in KINDS:
+        chosen = [task for task in all_tasks if task.task in bounds and KINDS[kind](*bounds[task.task])]
     if order == "hardest":
         chosen.sort(key=lambda task: (task.mean is None, task.mean))
     elif order == "most":
         chosen.sort(key=lambda task: -draws.get(str(task.task), 0.0))
-
-    # 2. The tasks of the page.
-    ids = [str(task.task) for task in chosen]
-    if after in ids:
-        remaining = chosen[ids.index(after) + 1 :]
-    else:  # the task `after` has changed its kind meanwhile
-        remaining = [task for task in chosen if order in ORDERS or str(task.task) > after]
+    remaining = _tasks_after(chosen, after, order)
     page = remaining[:PAGE]
 
-    # 3. Their outcomes by steps.
     columns = _columns_of_steps(run.figures.steps(phase))
     cells = _cells(run, phase, [str(task.task) for task in page], columns)
     rows: list[TaskRow] = []
@@ -173,6 +170,17 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
         total=len(chosen),
         sparse=columns_with_episodes < 2 * len(rows),
     )
+
+
+def _tasks_after(chosen: Sequence[TaskOutcome], after: str, order: str) -> Sequence[TaskOutcome]:
+    """The tasks that follow the task `after` in the list of chosen tasks."""
+    ids = [str(task.task) for task in chosen]
+    if after in ids:
+        return chosen[ids.index(after) + 1 :]
+    # The task `after` has changed its kind since its page was shown, or this is the first page.
+    if order in ORDERS:
+        return chosen
+    return [task for task in chosen if str(task.task) > after]
 
 
 def _columns_of_steps(steps: Sequence[int]) -> list[tuple[int, int]]:

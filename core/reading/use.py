@@ -36,25 +36,29 @@ class Totals:
         self._lock = threading.Lock()
 
     def by_role(self, prices: Prices | None = None) -> dict[str, Use]:
-        """The use of each role, in the order of their first calls. It has a cost if each of its models has a price, in
-        `prices` or in the configuration of the run."""
+        """The calls, tokens, seconds and cost of each role, in the order of the roles' first calls.
+
+        The price of a model comes from `prices`, or else from the run's configuration. A role that uses a model without
+        a price has the cost None.
+        """
         with self._lock:
             self._read_new_calls()
             sums = {key: msgspec.structs.replace(use) for key, use in self._sums.items()}
         all_prices = {**self._run.config.prices, **(prices or {})}
         uses: dict[str, Use] = {}
-        for (role, model), part in sums.items():
+        for (role, model), use_of_model in sums.items():
             use = uses.setdefault(role, Use(cost=0.0))
-            _add(use, part)
-            use.models[model] += part.calls
+            _add(use, use_of_model)
+            use.models[model] += use_of_model.calls
             if model not in all_prices:
                 use.cost = None
             elif use.cost is not None:
-                use.cost += money(all_prices[model], part.prompt, part.completion)
+                use.cost += money(all_prices[model], use_of_model.prompt, use_of_model.completion)
         return uses
 
     def _read_new_calls(self) -> None:
-        """Add the calls that were recorded since the last read to the sums."""
+        """Add the calls that were recorded since the last read to the sums by role and model."""
+        # `_until` is the position in the records up to which they were read.
         self._until, rows = self._run.figures.use(self._until)
         for row in rows:
             part = Use(

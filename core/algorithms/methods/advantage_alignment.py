@@ -44,26 +44,26 @@ class AdvantageAlignment(Method):
         for group in step.groups:
             advantages[group] = leave_one_out(rewards[group])
 
-        # The advantages of each player by turn, and the sum over the players of a turn.
-        players: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-        of_all: dict[tuple[str, int], float] = defaultdict(float)
+        # The advantages of each player (a role in an episode) by turn, and for each turn their sum over all players.
+        player_advantages: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+        turn_sums: dict[tuple[str, int], float] = defaultdict(float)
         compared = [int(i) for group in step.groups for i in group]
         for i in compared:
             sample = step.samples[i]
-            players[sample.rollout, sample.role][sample.turn] = float(advantages[i])
-        for (rollout, _), turns in players.items():
-            for turn, advantage in turns.items():
-                of_all[rollout, turn] += advantage
+            player_advantages[sample.rollout, sample.role][sample.turn] = float(advantages[i])
+        for (rollout, _), advantage_of_turn in player_advantages.items():
+            for turn, advantage in advantage_of_turn.items():
+                turn_sums[rollout, turn] += advantage
 
         aligned = advantages.copy()
         for i in compared:
             sample = step.samples[i]
-            turns = players[sample.rollout, sample.role]
+            advantage_of_turn = player_advantages[sample.rollout, sample.role]
             past = 0.0
-            for turn, advantage in turns.items():
+            for turn, advantage in advantage_of_turn.items():
                 if turn < sample.turn:
                     past += self.gamma ** (sample.turn - turn) * advantage
             # B_t: the sum over all players of the turn, without the sample's own player.
-            of_others = of_all[sample.rollout, sample.turn] - turns[sample.turn]
-            aligned[i] += self.beta * past * of_others
+            present_of_others = turn_sums[sample.rollout, sample.turn] - advantage_of_turn[sample.turn]
+            aligned[i] += self.beta * past * present_of_others
         return aligned

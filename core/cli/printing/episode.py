@@ -125,10 +125,20 @@ def _call_line(call: CallRecord, by_id: Mapping[str, CallRecord]) -> Text:
 
 
 def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
-    """The lines below a call: the last message of its prompt, an error, and every candidate with its rewards.
+    """The lines below a call in an episode's tree: its prompt, its retries and error, and its candidates."""
+    yield from _prompt_lines(store, call, full)
+    for attempt in call.attempts:
+        yield _shorten(Text(f"retried after {attempt}", style=QUIET))
+    if call.error and full:
+        yield Text(call.error, style=BAD)
+    elif call.error:
+        yield _shorten(Text(first_line(call.error), style=BAD))
+    yield from _candidate_lines(store, call, full)
 
-    With `full`, they are the whole prompt and whole texts. A message that was edited before it was sent is shown in
-    both forms.
+
+def _prompt_lines(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
+    """The last message of a call's prompt; with `full` all messages. A message that was edited before it was sent is
+    shown in both forms.
     """
     last = len(call.messages) - 1
     for position, id in enumerate(call.messages):
@@ -138,12 +148,12 @@ def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
         if position in call.changed:
             sent = _message_text(store, call.changed[position], full)
             yield _one_line(Text(f"< sent instead, by edited prompts: {sent}"), full)
-    for attempt in call.attempts:
-        yield _shorten(Text(f"retried after {attempt}", style=QUIET))
-    if call.error and full:
-        yield Text(call.error, style=BAD)
-    elif call.error:
-        yield _shorten(Text(first_line(call.error), style=BAD))
+
+
+def _candidate_lines(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
+    """A line for each candidate of a call with its rewards and answer, then lines with the feedback on it. The line of
+    the chosen candidate begins with `>`.
+    """
     ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
     rewards = store.rewards(ids)
     feedback = store.feedback(ids)

@@ -105,7 +105,10 @@ def _template_lines(template: Template, wording: Wording, full: bool) -> Text:
     """The text of a template with marks for its slots. Without `full`, a long text is cut after a few lines."""
     text = Text()
     for piece in template.pieces:
-        text.append(piece) if isinstance(piece, str) else text.append(wording.mark(piece), style=NAME)
+        if isinstance(piece, str):
+            text.append(piece)
+        else:
+            text.append(wording.mark(piece), style=NAME)
     text.rstrip()
     lines = text.split("\n")
     if full or len(lines) <= _LINES:

@@ -51,21 +51,26 @@ def run(a: argparse.Namespace) -> int:
     records = a.source
     if ":" in a.source and not Path(a.source).exists():
         records = _record_application(a)
-    if has_prompts(records) and not Path(records).is_dir():
-        found = parts_of_prompts(read_prompts(records), a.role)
+    is_prompts_file = has_prompts(records) and not Path(records).is_dir()
+    if is_prompts_file:
+        found_parts = parts_of_prompts(read_prompts(records), a.role)
     else:
-        found = parts_in_records(records, roles=a.role, keep=a.keep)
+        found_parts = parts_in_records(records, roles=a.role, keep=a.keep)
     if a.json:
-        print(json.dumps(parts_as_json(found), ensure_ascii=False))
+        print(json.dumps(parts_as_json(found_parts), ensure_ascii=False))
     else:
-        terminal().print(shown_parts(found, kinds, full=a.full))
+        terminal().print(shown_parts(found_parts, kinds, full=a.full))
     if a.out:
-        file = write_prompts(a.out, found.prompts(**provenance(records)))
+        file = write_prompts(a.out, found_parts.prompts(**provenance(records)))
         if not a.json:
             tell(f"written: {file}")
-    # The first part that can be edited: the next command suggests to edit it.
-    a.result = next((item.part.name for item in found.parts if not item.why), "")
-    return 0 if found.editable else 1
+    # The suggested next command edits the first part that can be edited.
+    a.result = ""
+    for found_part in found_parts.parts:
+        if not found_part.why:
+            a.result = found_part.part.name
+            break
+    return 0 if found_parts.editable else 1
 
 
 def _record_application(a: argparse.Namespace) -> str:

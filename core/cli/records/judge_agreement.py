@@ -70,7 +70,7 @@ def count_pairs(labels: Sequence[float], rewards: Sequence[float]) -> tuple[floa
     Returns in how many pairs both prefer the same member, and the number of pairs. Equal rewards count as half a pair.
     Pairs with equal labels are left out: people have no preference there.
     """
-    alike = 0.0
+    agreeing = 0.0
     pairs = 0
     for first, second in combinations(range(len(labels)), 2):
         label_difference = labels[first] - labels[second]
@@ -79,10 +79,10 @@ def count_pairs(labels: Sequence[float], rewards: Sequence[float]) -> tuple[floa
             continue
         pairs += 1
         if reward_difference == 0:
-            alike += 0.5
+            agreeing += 0.5
         elif (reward_difference > 0) == (label_difference > 0):
-            alike += 1.0
-    return alike, pairs
+            agreeing += 1.0
+    return agreeing, pairs
 
 
 def _require_scorers(workflow: Workflow, calls: Sequence[tuple[CallRecord, Task]], episodes: Sequence[Episode]) -> None:
