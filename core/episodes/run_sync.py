@@ -34,9 +34,8 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
     the first SIGINT or SIGTERM cancels `work`, or calls the function set by `interrupts.stop_by`; a second one ends it
     at once. Then this raises KeyboardInterrupt.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    # Not `get_running_loop`: an error of `work` would name its RuntimeError as what was being handled.
+    if asyncio._get_running_loop() is None:
         return _run(work)
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(contextvars.copy_context().run, _run, work).result()

@@ -50,6 +50,17 @@ def test_errors_come_through():
         asyncio.run(notebook())
 
 
+def test_an_error_has_no_other_one_before_it():
+    """A traceback that begins with an error of cotune's own misleads about the cause."""
+
+    async def fails() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError) as raised:
+        run_sync(fails())
+    assert raised.value.__context__ is None
+
+
 def test_signals_that_come_together_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` sends its signal to the process, and then to its group."""
     monkeypatch.setattr(interrupts, "TOGETHER", 60.0)
