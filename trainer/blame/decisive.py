@@ -24,16 +24,16 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 LEVEL_PRIOR = 0.6
 """Both parameters of the beta prior of a level of V."""
-JUMP = 0.3
+JUMP = 0.2
 """Prior probability that V changes at a call."""
 LEAST_LOSS = 0.1
 """A call that loses less decides nothing, and is not named with a larger loss."""
 CONFIDENCE = 0.97
 """Probability with which a search ends. Of the calls that it then claims, 98% were right in simulations of episodes of
 4 to 12 calls that lose 20 points or more at one of them."""
-LEAST_FRESH = 6
-"""Fresh forks before the chosen call, and as many after it, for which the search reserves budget. The search spends the
-rest first: an episode without a claim needs no fresh forks, and one that needed many forks has fewer left."""
+LEAST_FRESH = 3
+"""Fresh forks before the chosen call, and as many after it, for which the search reserves budget. It is low because only
+a claim needs fresh forks, and most claims come early, with enough budget left for `FRESH`."""
 LEAST_FORKS = 6
 """Number of forks of an episode from which on a call can be claimed."""
 BATCH = 2
