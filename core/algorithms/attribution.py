@@ -69,9 +69,9 @@ def weigh_rewards(
     gate = np.ones(len(samples))
     if attribution.gates:
         gate = _gate_product([{**sample.outcome, **sample.rewards} for sample in samples], roles, attribution)
-    own_value = own_sum.value - overlong_penalties(samples, attribution)
+    penalized = own_sum.value - overlong_penalties(samples, attribution)
     gate_missing = np.isnan(gate) & failed
-    own_value = np.where(gate_missing, np.minimum(own_value, 0.0), gate * own_value)
+    own_value = np.where(gate_missing, np.minimum(penalized, 0.0), gate * penalized)
 
     # 3. Failures replace outcomes that are not known.
     outcome_missing = failed & (np.isnan(gate * outcome_sum.value) | ~outcome_sum.counts)
@@ -79,8 +79,8 @@ def weigh_rewards(
     outcome_counts = outcome_sum.counts
     if outcome:
         late = attribution.timeout_penalty * np.array([sample.timed_out for sample in samples], np.float64)
-        outcome_value = gate * (outcome_sum.value - late)
-        outcome_value, outcome_counts = reward_failures(samples, outcome_value, outcome_counts, late)
+        gated = gate * (outcome_sum.value - late)
+        outcome_value, outcome_counts = reward_failures(samples, gated, outcome_sum.counts, late)
     return Weighed(
         own=own_value,
         outcome=outcome_value,

@@ -170,7 +170,8 @@ def _rewards_by_method(played: Sequence[Played], goal: Goal) -> Worth:
     """The rewards of episodes and their roles if one method rewards all roles of the goal."""
     samples: list[Sample] = []
     for run in played:
-        if _has_reward(run.episode, goal):
+        counts_as_failed = run.episode.is_outcome and goal.on_failure != "exclude"
+        if run.episode.status == "ok" or counts_as_failed:
             samples += _samples_of_episode(run, goal)
     step = goal.method.step(samples)
     rewards = _rewards_by_role(step, goal)
@@ -285,10 +286,6 @@ def _rewards_by_role(step: Step, goal: Goal) -> dict[str, dict[str, float]]:
             else:
                 rewards[episode][role] = fmean(reward for _, reward in turns_and_rewards)
     return rewards
-
-
-def _has_reward(episode: Episode, goal: Goal) -> bool:
-    return episode.status == "ok" or (episode.is_outcome and goal.on_failure != "exclude")
 
 
 def _samples_of_episode(played: Played, goal: Goal) -> list[Sample]:

@@ -74,37 +74,34 @@ def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str],
 def unknown_names(
     recipe: Method, own: Mapping[str, Collection[str]], outcome: Collection[str], roles: Collection[str]
 ) -> tuple[list[ConfigError], list[str]]:
-    """Check the rewards and roles that a recipe names: errors for misspelt rewards and for roles that do not exist, and
-    notes on rewards that no episode had. For the arguments see `learns_from`; `roles` are all roles."""
+    """Check the rewards and roles that a recipe names in its settings.
+
+    Returns errors for misspelt rewards and for roles that do not exist, and notes on rewards that no episode had. For
+    the arguments see `learns_from`; `roles` are all roles.
+    """
     errors: list[ConfigError] = []
     notes: list[str] = []
     scored = set().union(*own.values())
     for setting, name, existing in _unknown_settings(recipe, scored, outcome, roles):
         near = did_you_mean(near_names(name, existing))
-        existing_names = ", ".join(existing)
-        # A user names weights; all other names come with the recipe, and the application has to follow them.
-        field = "rewards.weights"
-        value = name
-        subject = "is"
-        if setting != "weights":
-            field = "recipe"
-            value = recipe.name
-            subject = f"has {name!r} in `{setting}`, which is"
         if setting == "mean_range_roles":
+            kind = "a role of the application"
             remedy = f"{near} Name the role so, or list it under `roles` if it shows only on some tasks.".strip()
-            errors.append(
-                ConfigError(field, value, f"{subject} not a role of the application: {existing_names}", remedy)
-            )
         elif near:
+            kind = "a reward that was returned"
             remedy = f"{near} If it is another reward that few episodes carry, return it in all of them."
-            errors.append(
-                ConfigError(field, value, f"{subject} not a reward that was returned: {existing_names}", remedy)
-            )
         else:
             note = f"{setting} names {name!r}, a reward that no episode had so far: it changes nothing there"
             if name == "success":
                 note += "; `success` is a metric, return a reward under another name"
             notes.append(note)
+            continue
+        fault = f"not {kind}: {', '.join(existing)}"
+        # A user names weights; all other names come with the recipe, and the application has to follow them.
+        if setting == "weights":
+            errors.append(ConfigError("rewards.weights", name, f"is {fault}", remedy))
+        else:
+            errors.append(ConfigError("recipe", recipe.name, f"has {name!r} in `{setting}`, which is {fault}", remedy))
     return errors, notes
 
 

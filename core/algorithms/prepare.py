@@ -258,8 +258,10 @@ def _trim_groups(groups: Sequence[Group], trained: Sequence[Sample]) -> tuple[Gr
 def train_rows(
     prepared: Prepared, collected: Collected, store: Store, entropy_by: Callable[[str], str] = lambda policy: ""
 ) -> dict[str, list[TrainRow]]:
-    """Rows for the learner by role, with the recorded token ids and the sampler's log-probabilities. `entropy_by` maps
-    a policy to the component of the outcome that weighs a row's entropy bonus (`LossSpec`)."""
+    """The rows of the learner's batch by role: samples with token ids, log-probabilities and advantages.
+
+    `entropy_by` maps a policy to the component of the outcome that weighs the entropy bonus of its rows (`LossSpec`).
+    """
     # Siblings share a prompt, images and grammar: read each only once from the store.
     prompts: dict[str, tuple[int, ...]] = {}
     images: dict[str, tuple[bytes, ...]] = {}
@@ -276,7 +278,8 @@ def train_rows(
             grammars[grammar] = store.message(grammar)
         # A candidate id ends in the index of the candidate: `candidate_id`.
         index = int(sample.id.rpartition(".")[2])
-        candidate = next(c for c in call.candidates if c.index == index)
+        candidate = next(candidate for candidate in call.candidates if candidate.index == index)
+        logit_bias = [(int(token), float(value)) for token, value in call.sampling.get("logit_bias") or ()]
         rows.setdefault(sample.role, []).append(
             TrainRow(
                 id=sample.id,
@@ -287,7 +290,7 @@ def train_rows(
                 advantage=advantage,
                 temperature=temperature(call),
                 grammar=grammars[grammar],
-                logit_bias=tuple((int(token), float(value)) for token, value in call.sampling.get("logit_bias") or ()),
+                logit_bias=tuple(logit_bias),
                 version=sample.policy.version,
                 trajectory=sample.rollout,
                 exploration=sample.outcome.get(entropy_by(sample.policy.name), 1.0),

@@ -90,14 +90,12 @@ def regroup(
             problems=(str(error),),
         )
     problems = prepared.warnings
-    unread_names = [method.name for method in chosen.every if method.unread]
-    if unread_names:
-        # A command that shows a run does not run the user's code, so the advantages by that code are unknown: NaN.
-        is_unread = np.array([chosen.of(sample.policy.name).unread for sample in prepared.samples], np.bool_)
-        prepared = msgspec.structs.replace(prepared, advantages=np.where(is_unread, np.nan, prepared.advantages))
+    if any(method.unread for method in chosen.every):
+        prepared = _hide_unread_advantages(prepared, chosen)
+        names = ", ".join(method.name for method in chosen.every if method.unread)
         text = (
-            f"Your code for {', '.join(unread_names)} is not run here: the advantages are not shown, and the rewards "
-            "are plain sums in the default groups of the plan."
+            f"Your code for {names} is not run here: the advantages are not shown, and the rewards are plain sums in "
+            "the default groups of the plan."
         )
         problems = (*problems, text)
     left_out.update(prepared.left_out)
@@ -109,6 +107,14 @@ def regroup(
         candidates=candidates,
         problems=problems,
     )
+
+
+def _hide_unread_advantages(prepared: Prepared, recipes: Recipes) -> Prepared:
+    """Replace advantages that the user's code would compute by NaN: a command that shows a run does not run this
+    code."""
+    is_unread = [recipes.of(sample.policy.name).unread for sample in prepared.samples]
+    advantages = np.where(np.array(is_unread, np.bool_), np.nan, prepared.advantages)
+    return msgspec.structs.replace(prepared, advantages=advantages)
 
 
 def _groups_with_rewards(collected: Collected, recipes: Recipes) -> tuple[tuple[Group, Floats], ...]:
@@ -133,7 +139,12 @@ def recipes_of(store: Store) -> tuple[Recipes, str]:
     that they look like.
     """
     config = config_of(store)
-    plan = config.plan.kind or _plan_of(store)
+    plan: PlanKind = "independent"
+    if config.plan.kind:
+        plan = config.plan.kind
+    elif store.figures().has_scored_candidates():
+        # An application may request several candidates under any plan, but only a tree plan scores all of them.
+        plan = "tree"
     recipes = policy_recipes(config, plan, run_code=False)
     source = "as the run was configured" if _is_of_run(store.folder) else "as the records suggest"
     return recipes, f"plan {plan}, {recipes.names}, {source}"
@@ -225,12 +236,6 @@ def all_taught(config: TrainConfig) -> bool:
     if not sources:  # no table names a trained policy, so the run's recipe trains them all
         sources = [taught_by(config)]
     return "untrained" not in sources
-
-
-def _plan_of(store: Store) -> PlanKind:
-    """The plan that the records look like. Candidates of a call have scores only under a tree plan, although an
-    application may request several candidates under any plan."""
-    return "tree" if store.figures().has_scored_candidates() else "independent"
 
 
 def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:

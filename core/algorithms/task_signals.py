@@ -61,7 +61,10 @@ def group_signals(collected: Collected, recipes: Recipes) -> list[GroupSignal]:
 
 
 def _signals_of_rewards(collected: Collected, recipes: Recipes, rewards: Floats) -> list[GroupSignal]:
-    """`group_signals`, with the reward of each sample by its policy's recipe, [n], NaN if it is not known."""
+    """The signal of each group of two or more rewards, in order of first appearance by recipe.
+
+    `rewards` are the rewards of the collected samples by the recipes of their policies, [n], NaN if unknown.
+    """
     reward_of: dict[str, float] = {}
     usable: list[Sample] = []
     for sample, reward in zip(collected.samples, rewards.tolist(), strict=True):

@@ -71,7 +71,10 @@ def run(a: argparse.Namespace) -> int:
             tell("finished runs are stored; to continue, run the same command again")
             raise
     a.result = result
-    print(json.dumps(result.to_json())) if a.json else terminal().print(render(result))
+    if a.json:
+        print(json.dumps(result.to_json()))
+    else:
+        terminal().print(render(result))
     return 0
 
 

@@ -142,13 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     reject_unknown_words(argv)
     arguments = parser(argv).parse_args(argv)
-    handler = logging.StreamHandler()
-    handler.setFormatter(LogFormat())
-    if not arguments.verbose:
-        handler.addFilter(is_worth_showing)
-    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, handlers=[handler])
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
+    _set_up_logging(arguments.verbose)
     try:
         interrupt_raises()
         with ends_as_interrupts():
@@ -161,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended: the last flush must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as error:
@@ -174,6 +168,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.extra is None:
             raise
         return _print_failure(arguments, f"{error.msg}. {install_extra(arguments.extra)}")
+
+
+def _set_up_logging(verbose: bool) -> None:
+    """Log to standard error: warnings, and with `verbose` everything. Noise of libraries is turned off."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormat())
+    if not verbose:
+        handler.addFilter(is_worth_showing)
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn in every forked process
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
 
 
 def _run_trusted(arguments: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from cotune.recording.chance import start_freezing
 from cotune.records.structs import Episode
 from cotune.records.tasks import load_tasks
 from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sql.figures import SuccessCount
 from cotune.storage.trace_file import write_trace
@@ -87,17 +88,7 @@ def trace(
     task_list = load_tasks(tasks)[: options.limit]
     console = console or terminal()
     exporter = otlp_exporter(options.otlp) if options.otlp else None
-    folder = Path(out).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        holds_records = RunLayout(folder).records.exists()
-        store = open_store(RunLayout(folder).records)
-        functions = {"redact": options.redact, "roles_by": options.roles_by}
-        write_trace(folder, workflow, functions, holds_records=holds_records)
-    except OSError as error:
-        cause = f"{folder} cannot be written: {error.strerror or error}."
-        remedy = "Free some space, or name another --out." if is_full(error) else "Name another --out."
-        raise RunError(cause, remedy) from None
+    store = _open_folder(Path(out).absolute(), workflow, options)
     live = LiveExport(store, exporter) if exporter else None
     prompt_use = PromptUse(live or store)
     try:
@@ -127,6 +118,22 @@ def trace(
     for line in prompt_use.lines():
         print_line(console, line)
     return _report(episodes, solved, lost, out, console)
+
+
+def _open_folder(folder: Path, workflow: str, options: TraceOptions) -> Store:
+    """Open the store of a new or earlier folder, and note there what is recorded. Raises RunError if the folder cannot
+    be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        holds_records = RunLayout(folder).records.exists()
+        store = open_store(RunLayout(folder).records)
+        functions = {"redact": options.redact, "roles_by": options.roles_by}
+        write_trace(folder, workflow, functions, holds_records=holds_records)
+    except OSError as error:
+        cause = f"{folder} cannot be written: {error.strerror or error}."
+        remedy = "Free some space, or name another --out." if is_full(error) else "Name another --out."
+        raise RunError(cause, remedy) from None
+    return store
 
 
 def _report(

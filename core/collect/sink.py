@@ -84,25 +84,12 @@ class CollectorRecords:
     def close(self) -> None:
         """Do nothing: the collector's spool has all records."""
 
-    def _draws_role(self, role: str) -> bool:
-        """Whether the calls of a role are sent, which is drawn at its first call."""
-        if role not in self._drawn:
-            self._drawn[role] = random.random() < self._rates.get(role, self._rates.get("*", 1.0))
-        return self._drawn[role]
-
     def _apply_rates(self, records: Sequence[Record]) -> list[Record]:
         """The records to send, each after the messages and segments that it needs. An episode that is left out as a
         whole has no records."""
         sampled: list[Record] = []
         with self._lock:
-            left_out: list[str] = []
-            for record in records:
-                if isinstance(record, CallRecord):
-                    is_sent = bool(self._rates) and self._draws_role(record.role)
-                    if not is_sent:
-                        left_out.append(record.id)
-            self._left_out.update(left_out)
-            self._collector.leave_out(len(left_out))
+            self._choose_left_out(records)
             if not self._rates:  # the whole episode is left out
                 return sampled
             for record in records:
@@ -112,13 +99,29 @@ class CollectorRecords:
                     if record.id not in self._left_out:
                         sampled += [*self._take_held(_needed_ids(record)), *self._take_path(record.prompt), record]
                 elif isinstance(record, Episode):
-                    bodies = [*(result.value for result in record.results), record.chance]
-                    sampled += [*self._take_held(bodies), record]
-                elif record.target.partition(".")[0] not in self._left_out:
-                    sampled.append(record)
+                    needed = [*(result.value for result in record.results), record.chance]
+                    sampled += [*self._take_held(needed), record]
+                else:  # a reward of an episode, or of a call's candidate, whose id begins with the id of the call
+                    target = record.target.partition(".")[0]
+                    if target not in self._left_out:
+                        sampled.append(record)
             if self._size > MOST_HELD_BYTES:
                 sampled += self._take_held(list(self._held))
         return sampled
+
+    def _choose_left_out(self, records: Sequence[Record]) -> None:
+        """Choose the calls that are not sent, by the rates of their roles, and count them at the collector."""
+        left_out: list[str] = []
+        for record in records:
+            if not isinstance(record, CallRecord):
+                continue
+            role = record.role
+            if self._rates and role not in self._drawn:  # drawn once, at the first call of the role
+                self._drawn[role] = random.random() < self._rates.get(role, self._rates.get("*", 1.0))
+            if not self._rates or not self._drawn[role]:
+                left_out.append(record.id)
+        self._left_out.update(left_out)
+        self._collector.leave_out(len(left_out))
 
     def _hold(self, record: Message | Segment) -> None:
         """Hold a message or segment back until a call needs it."""

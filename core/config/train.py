@@ -175,12 +175,12 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def specs(self) -> dict[str, PolicySpec]:
-        """The policies of the [[policy]] tables, by name."""
-        written = first_written([self.model, *(p.model for p in self.policy if p.model)])
-        models = {p.name: written[p.model or self.model] for p in self.policy}
+        """The policies of the [[policy]] tables, by name. A policy with the run's model has the model None."""
+        # Paths of one model may be spelled differently. With one spelling for all policies, it is loaded once.
+        spelling_of_model = first_written([self.model, *(policy.model for policy in self.policy if policy.model)])
         specs: dict[str, PolicySpec] = {}
         for policy in self.policy:
-            model = models[policy.name]
+            model = spelling_of_model[policy.model or self.model]
             own_model = None if model == self.model else model
             spec = PolicySpec(name=policy.name, kind=policy.kind, lora=policy.lora.spec, model=own_model)
             specs[policy.name] = spec

@@ -15,9 +15,13 @@ def shown_messages(messages: Iterable[Mapping[str, Any]]) -> str:
 
 def shown_message(message: Mapping[str, Any]) -> str:
     """The text and the tool calls of a message."""
-    calls = [tool.get("function") or tool for tool in message.get("tool_calls") or ()]
     lines = [_text(message.get("content"))]
-    lines += [f"calls {function.get('name')}({_plain(function.get('arguments'))})" for function in calls]
+    for tool_call in message.get("tool_calls") or ():
+        function = tool_call.get("function") or tool_call
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str):
+            arguments = canonical(arguments).decode()
+        lines.append(f"calls {function.get('name')}({arguments})")
     return "\n".join(filter(None, lines)) or "(nothing)"
 
 
@@ -29,11 +33,15 @@ def shown_tools(tools: Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def _text(content: Any) -> str:
+    """The text of a message's content. A part without a text, such as an image, is shown as its type: `(image_url)`."""
+    if content is None:
+        return ""
     if not isinstance(content, list):
-        return "" if content is None else str(content)
-    parts = (part if isinstance(part, str) else str(part.get("text") or f"({part.get('type')})") for part in content)
-    return "\n".join(parts)
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else canonical(value).decode()
+        return str(content)
+    texts: list[str] = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        else:
+            texts.append(str(part.get("text") or f"({part.get('type')})"))
+    return "\n".join(texts)

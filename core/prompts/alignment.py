@@ -201,13 +201,18 @@ def are_one_prompt(a: Row, b: Row, blocks: Sequence[Block], firm_a: bool, firm_b
 
 
 def merge_rows(a: Row, b: Row, blocks: Sequence[Block]) -> Row:
-    """The common words of two rows, with gaps for their differences. If only one row has words between two runs, the
-    gap may be empty."""
+    """The common words of two rows (texts as lists of words), with gaps for their differences.
+
+    `blocks` are the runs of words that the rows share. If only one row has words between two runs, the value of the gap
+    may be empty.
+    """
     row: Row = []
-    end_a = end_b = 0  # of the block before
+    # The ends of the block before in the two rows.
+    end_a = 0
+    end_b = 0
     for block in blocks:
         if block.a > end_a or block.b > end_b:
-            row.append(object())
+            row.append(object())  # a gap, which equals no word and no other gap
         row += a[block.a : block.a + block.size]
         end_a = block.a + block.size
         end_b = block.b + block.size
@@ -255,10 +260,14 @@ def make_unambiguous(template: Template, texts: Sequence[str]) -> Template:
         template = number_slots(pieces)
         if all(isinstance(template.match(text), tuple) for text in texts):
             return move_spaces_out(template, texts)
-        inner = [i for i in range(1, len(pieces) - 1) if pieces[i] is not None]
-        if not inner:
+        lengths: dict[int, int] = {}  # of the texts between two slots, by their index
+        for i, piece in enumerate(pieces[1:-1], start=1):
+            if piece is not None:
+                lengths[i] = len(piece)
+        if not lengths:
             return number_slots([None])
-        pieces[min(inner, key=lambda i: len(pieces[i] or ""))] = None
+        shortest = min(lengths, key=lambda i: lengths[i])
+        pieces[shortest] = None
 
 
 def move_spaces_out(template: Template, texts: Sequence[str]) -> Template:

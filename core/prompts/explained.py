@@ -61,6 +61,7 @@ class Explained:
         prompt.
         """
         places: list[Span] = []
+        # Long sources may be anywhere. They are found by their first characters.
         covered = 0
         for begin in range(len(text) - WHOLE + 1):
             key = text[begin : begin + WHOLE]
@@ -69,6 +70,7 @@ class Explained:
                 if end > covered and text.startswith(source, begin):
                     covered = end
                     places.append((begin, end))
+        # A short source explains only a whole line.
         line_start = 0
         for line in text.splitlines(keepends=True):
             if (short := line.strip()) in self._short:

@@ -81,8 +81,11 @@ class Group:
             return -1
         position = 0
         for piece in template.pieces:
-            end = position + len(piece if isinstance(piece, str) else values[piece - 1])
-            if isinstance(piece, str) and any(start < end and position < stop for start, stop in text.gaps):
+            if isinstance(piece, int):  # a slot, counted from 1
+                position += len(values[piece - 1])
+                continue
+            end = position + len(piece)
+            if any(start < end and position < stop for start, stop in text.gaps):
                 return -1
             position = end
         return template.constant

@@ -64,13 +64,15 @@ class ProtectedTexts:
         """Distinctive values of tasks, with the number of tasks that have each."""
 
     def task(self, task: Task) -> None:
-        """Add a task: its rows of words, and the values that are specific to it."""
+        """Add the texts of a task: its rows of words, and its distinctive values, such as its id and numbers."""
+        values = {task.id.strip()}
         for text in strings(task.input):
             self.text(text)
-        texts = list(strings(task.input))
-        values = {value.strip() for value in (task.id, *texts, *_numbers_in(task.input))}
-        for text in texts:
+            values.add(text.strip())
             values.update(_ID.findall(text))
+        for leaf in leaves(task.input):
+            if isinstance(leaf, int | float) and not isinstance(leaf, bool):
+                values.add(str(leaf))
         self._values.update(value for value in values if _is_distinctive(value))
         self.names.update(_keys_in(task.input))
 
@@ -164,11 +166,6 @@ def _holds_word(text: str, value: str) -> bool:
 def _is_inside_word(a: str, b: str) -> bool:
     """Whether two adjacent characters belong to one word. At the end of a text, one of them is empty."""
     return a.isalnum() and b.isalnum()
-
-
-def _numbers_in(value: Any) -> Iterable[str]:
-    """All numbers in a JSON value, as texts."""
-    return (str(leaf) for leaf in leaves(value) if isinstance(leaf, int | float) and not isinstance(leaf, bool))
 
 
 def _keys_in(value: Any) -> Iterable[str]:

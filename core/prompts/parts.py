@@ -15,7 +15,7 @@ from cotune.prompts.chat_texts import Kind
 from cotune.prompts.edits import PromptPart, Prompts, Support
 from cotune.prompts.grouping import Group, group_texts
 from cotune.prompts.recorded import CALLS, Place, Recorded, SeenText, read_texts
-from cotune.prompts.templates import Reading, Template
+from cotune.prompts.templates import Template
 from cotune.records.structs import Episode
 from cotune.storage.protocol import Store
 
@@ -119,15 +119,17 @@ def find_parts(
             prompts += place_prompts
             inputs[place.role] = inputs.get(place.role, 0) + n_inputs
 
-    with_system: set[str] = set()
     named_parts = _name_prompts(prompts)
+    roles_with_system: set[str] = set()
     for found in named_parts:
         if found.part.kind == "system" and not found.why:
-            with_system.update(found.part.roles)
+            roles_with_system.update(found.part.roles)
+    # Edited by default: system messages, and user messages of roles without a system message.
     parts = []
     for found in named_parts:
-        first = not found.why and _is_first(found.part, with_system)
-        parts.append(msgspec.structs.replace(found, first=first))
+        is_system = found.part.kind == "system"
+        replaces_system = found.part.kind == "user" and roles_with_system.isdisjoint(found.part.roles)
+        parts.append(msgspec.structs.replace(found, first=not found.why and (is_system or replaces_system)))
     return FoundParts(
         parts=tuple(parts),
         roles=tuple(_role(name, recorded, inputs, parts) for name in recorded.roles if not roles or name in roles),
@@ -135,10 +137,6 @@ def find_parts(
         workflow=next(iter(recorded.workflows)) if len(recorded.workflows) == 1 else "",
         models=tuple(sorted(recorded.models)),
     )
-
-
-def _is_first(part: PromptPart, has_system: set[str]) -> bool:
-    return part.kind == "system" or (part.kind == "user" and not has_system & set(part.roles))
 
 
 def _of_place(place: Place, texts: Sequence[SeenText], has_two_tasks: bool) -> tuple[list[_PlacedPrompt], int]:
@@ -152,7 +150,8 @@ def _of_place(place: Place, texts: Sequence[SeenText], has_two_tasks: bool) -> t
     inputs = 0
     for group in group_texts(texts):
         if place.kind in ("user", "assistant") and has_two_tasks and len(group.tasks) < TASKS:
-            inputs += len(group.texts) if place.kind == "user" else 0
+            if place.kind == "user":
+                inputs += len(group.texts)
             continue
         template = group.template()
         if template.constant:
@@ -191,22 +190,25 @@ def _name_prompts(prompts: Sequence[_PlacedPrompt]) -> list[FoundPart]:
 
     Names count within a role, kind and key (`writer.system`, `writer.system.2`), in the order in which texts were seen.
     """
+    # Prompts with the same text belong to different roles. The part is named after the first of these roles.
     by_text: dict[tuple[str, str, Template], list[_PlacedPrompt]] = {}
+    role_numbers: dict[str, int] = {}
     for prompt in prompts:
         by_text.setdefault((prompt.place.kind, prompt.place.key, prompt.template), []).append(prompt)
-    roles = {role: number for number, role in enumerate(dict.fromkeys(prompt.place.role for prompt in prompts))}
+        role_numbers.setdefault(prompt.place.role, len(role_numbers))
 
-    def place_order(same_text: list[_PlacedPrompt]) -> tuple[int, int, str]:
+    def order_of_places(same_text: list[_PlacedPrompt]) -> tuple[int, int, str]:
         place = same_text[0].place
-        return roles[place.role], KINDS.index(place.kind), place.key
+        return role_numbers[place.role], KINDS.index(place.kind), place.key
 
-    def order(same_text: list[_PlacedPrompt]) -> tuple[tuple[int, int, str], tuple[int, int], str]:
+    def order_of_parts(same_text: list[_PlacedPrompt]) -> tuple[tuple[int, int, str], tuple[int, int], str]:
         earliest = same_text[0]
-        return place_order(same_text), earliest.order, str(earliest.template.pieces)
+        return order_of_places(same_text), earliest.order, str(earliest.template.pieces)
 
     parts: list[FoundPart] = []
-    for _, group in groupby(sorted(by_text.values(), key=order), key=place_order):
-        parts += [_found_part(same_text, number) for number, same_text in enumerate(group, start=1)]
+    in_order = sorted(by_text.values(), key=order_of_parts)
+    for _, at_one_place in groupby(in_order, key=order_of_places):
+        parts += [_found_part(same_text, number) for number, same_text in enumerate(at_one_place, start=1)]
     return parts
 
 
@@ -247,17 +249,11 @@ def _examples_of_slots(template: Template, texts: Iterable[SeenText]) -> tuple[t
     """For each slot of a template, examples of the values that it has in these texts, in the order of their calls."""
     values_of_slots: list[list[str]] = [[] for _ in template.slots]
     for text in sorted(texts, key=lambda text: min(text.calls)):
-        values = _slot_values(template, text)
-        if values is not None:
+        values = template.match(text.text)
+        if isinstance(values, tuple):  # else the text matches in several ways, or not
             for slot, values_of_slot in zip(template.slots, values_of_slots, strict=True):
                 values_of_slot.append(values[slot - 1])
     return tuple(tuple(_distinct_examples(values)) for values in values_of_slots)
-
-
-def _slot_values(template: Template, text: SeenText) -> tuple[str, ...] | None:
-    """The values of the slots in a text; None if it matches in several ways, or not."""
-    values = template.match(text.text)
-    return None if isinstance(values, Reading) else values
 
 
 def _distinct_examples(values: Iterable[str]) -> list[str]:

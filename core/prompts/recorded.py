@@ -192,8 +192,8 @@ class _Reading:
     ) -> None:
         """Read the texts of one call.
 
-        `explained` are the texts of the episode so far. `spans` and `returned` live as long as the episode: explained
-        spans by text, and messages of tools that are sources already.
+        The other arguments are the state of the episode so far: `explained` has the texts that can be sources, `spans`
+        the spans that come from them, by text, and `returned` the ids of the tool messages that are sources already.
         """
         try:
             bodies = [(id, self._body(id)) for id in call.messages]
@@ -208,6 +208,7 @@ class _Reading:
             self.found.models.add(call.model)
 
         read = _Call(self, call, task, explained, spans)
+        other_roles = self.roles - {call.role}
         for position, (id, body) in enumerate(bodies):
             speaker = body.get("role") if isinstance(body, Mapping) else None
             if speaker in ("tool", "function"):
@@ -217,9 +218,11 @@ class _Reading:
             elif speaker == "assistant":
                 if isinstance(text := body.get("content"), str) and text:
                     read.note_text(position, "assistant", "", text)
-            elif not (speaker == "user" and body.get("name") in self.roles - {call.role}):
-                # A user message with another role's name is that role's answer: frameworks pass answers on like this.
+            elif speaker == "user" and body.get("name") in other_roles:
+                continue  # the answer of another role: some frameworks pass answers on as user messages with a name
+            else:
                 map_message(body, partial(read.note_text, position))
+        # Descriptions of tools and of the response format are texts of the prompt, too.
         for tool in tools or ():
             map_tool(tool, partial(read.note_text, 0))
         map_format(call.params.get("response_format"), partial(read.note_text, 0))

@@ -47,12 +47,17 @@ def read_uses(store: Store, calls: Iterable[CallRecord], prompts: Prompts) -> Us
         if call_edits.outcome != "edited":
             uses.unedited[call.role] = uses.unedited.get(call.role, 0) + 1
         for use in uses.parts:
-            if call.role not in use.part.roles:
+            part = use.part
+            if call.role not in part.roles:
                 continue
             use.calls += 1
-            part_texts = [text for kind, key, text in texts if (kind, key) == (use.part.kind, use.part.key)]
-            use.matched += any(use.part.old.match(text) is not None for text in part_texts)
-            use.reach = max([use.reach, *(use.part.old.reach(text) for text in part_texts)])
+            has_match = False
+            for kind, key, text in texts:
+                if kind == part.kind and key == part.key:
+                    has_match = has_match or part.old.match(text) is not None
+                    use.reach = max(use.reach, part.old.reach(text))
+            if has_match:
+                use.matched += 1
     return uses
 
 

@@ -307,7 +307,8 @@ def _removal_verdict(blame: Blame) -> str:
     sentences: list[str] = []
     for role in blame.roles:
         name = role.role
-        change = role.alone  # here the reference in its place is a fixed answer
+        # The change of the outcome if the reference, here a fixed answer, answers in place of this role alone.
+        change = role.alone
         if change.low is None or change.high is None:
             sentences.append(f"Whether {name} earns its place is not known on fewer than {LEAST_TASKS} tasks.")
         elif change.high < 0:

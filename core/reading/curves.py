@@ -148,11 +148,12 @@ def _held_out(runs: Sequence[OpenedRun], name: str, title: str, *, percent: bool
     for series in chart.series:
         low_by_step = _numbers(figures[series.run]["low"])
         high_by_step = _numbers(figures[series.run]["high"])
-        if low_by_step and high_by_step:
-            low = [low_by_step.get(step) for step in chart.steps]
-            high = [high_by_step.get(step) for step in chart.steps]
-            series = msgspec.structs.replace(series, low=low, high=high)
-        with_bounds.append(series)
+        if not low_by_step or not high_by_step:
+            with_bounds.append(series)
+            continue
+        low = [low_by_step.get(step) for step in chart.steps]
+        high = [high_by_step.get(step) for step in chart.steps]
+        with_bounds.append(msgspec.structs.replace(series, low=low, high=high))
     return msgspec.structs.replace(chart, series=with_bounds)
 
 

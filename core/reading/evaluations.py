@@ -6,9 +6,7 @@ RUN/held_out/step-000010.json                               training; its episod
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import json
 import logging
 from collections import Counter
@@ -277,13 +275,15 @@ class StoredEvaluation(EvaluationReport, frozen=True, kw_only=True):
 def claim_folder(run: Path) -> Path:
     """Create the folder of the run's next evaluation: RUN/eval, or the first free one of RUN/eval-2, ... Raises OSError
     if it cannot be created."""
-    for number in itertools.count(1):
-        name = FOLDER if number == 1 else f"{FOLDER}-{number}"
-        # Another process may create the same folder, so only `mkdir` itself shows that the name is free.
-        with contextlib.suppress(FileExistsError):
-            (run / name).mkdir()
-            return run / name
-    raise AssertionError("itertools.count has no end")
+    number = 1
+    while True:
+        folder = run / (FOLDER if number == 1 else f"{FOLDER}-{number}")
+        try:
+            # Another process may create the same folder, so only `mkdir` itself shows that the name is free.
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
 
 
 def step_file(run: Path, steps: int) -> Path:

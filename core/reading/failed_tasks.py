@@ -177,30 +177,15 @@ def _worst_tasks(ended: Sequence[EndedEpisode], most: int, source: str, place: s
     for episode in ended:
         if not episode.error and episode.success is None and episode.reward is None:
             continue  # its result is unknown
+        result = episode
         # Among episodes that report success, an error or a mere reward counts as unsolved.
         if reports_success and (episode.error or episode.success is None):
-            by_task.setdefault(episode.task, []).append(msgspec.structs.replace(episode, success=0.0))
-        else:
-            by_task.setdefault(episode.task, []).append(episode)
+            result = msgspec.structs.replace(episode, success=0.0)
+        by_task.setdefault(episode.task, []).append(result)
     if not by_task:
         return None
 
-    all_tasks: list[FailedTask] = []
-    for task, episodes in by_task.items():
-        successes = [episode.success for episode in episodes if episode.success is not None]
-        rewards = [episode.reward for episode in episodes if episode.reward is not None]
-        worst_episode = min(episodes, key=_badness)
-        all_tasks.append(
-            FailedTask(
-                task=task,
-                runs=len(episodes),
-                success=fmean(successes) if successes else None,
-                reward=fmean(rewards) if rewards else None,
-                error=worst_episode.error,
-                episode=worst_episode.id,
-                exchange=Exchange(),
-            )
-        )
+    all_tasks = [_task_result(task, results) for task, results in by_task.items()]
     if reports_success:
         failed = [task for task in all_tasks if task.success is not None and task.success < 1]
     else:
@@ -214,6 +199,22 @@ def _worst_tasks(ended: Sequence[EndedEpisode], most: int, source: str, place: s
         measure="success" if reports_success else "reward",
         source=source,
         place=place,
+    )
+
+
+def _task_result(task: str, episodes: Sequence[EndedEpisode]) -> FailedTask:
+    """The mean success and reward of a task over its episodes, with the error of the worst episode."""
+    successes = [episode.success for episode in episodes if episode.success is not None]
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    worst_episode = min(episodes, key=_badness)
+    return FailedTask(
+        task=task,
+        runs=len(episodes),
+        success=fmean(successes) if successes else None,
+        reward=fmean(rewards) if rewards else None,
+        error=worst_episode.error,
+        episode=worst_episode.id,
+        exchange=Exchange(),  # the texts follow only for the tasks that are shown
     )
 
 

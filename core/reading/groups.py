@@ -66,6 +66,7 @@ class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
     running: bool = False
     """Whether advantages also depend on a baseline from earlier steps, which the records do not hold."""
     capped: bool = False
+    """Whether there may be earlier episodes than the `MOST_EPISODES` that were grouped."""
 
 
 class GroupCell(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +81,10 @@ class GroupCell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
-    """Groups and advantages of a training step; with None, of the latest episodes of any phase."""
+    """Groups and advantages of a training step; with None, of the latest episodes of any phase.
+
+    The run's recipe forms them again, from the records.
+    """
     store = run.store
     if not any(store.figures().newest()):
         return StepGroups(problems=("This run recorded no episodes.",))
@@ -102,7 +106,7 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
     advantages: dict[str, float] = {}
     idle: frozenset[str] = frozenset()
     prepared = regrouped.prepared
-    if prepared:
+    if prepared:  # else the recipe could not group these episodes: `problems` says why
         for sample, advantage in zip(prepared.samples, prepared.advantages.tolist(), strict=True):
             if not math.isnan(advantage):
                 advantages[sample.id] = advantage

@@ -84,12 +84,13 @@ def best_prompts(folder: Path | None) -> str | None:
 
 
 def _prompts_of(folder: Path | None) -> _PromptsFile | None:
-    """The prompts file of a search. `prompts edit` writes the records of a comparison into a folder next to it."""
+    """The prompts file of a search for better prompts, or of a comparison by `cotune prompts edit`."""
     if folder is None:
         return None
     prompts = read_if_typed(folder / _PROMPTS, _PromptsFile)
     if prompts is not None:
         return prompts
+    # `cotune prompts edit` writes the records of its comparison into a folder next to the file.
     next_to_folder = read_if_typed(folder.parent / _PROMPTS, _PromptsFile)
     if next_to_folder is None or Path(next_to_folder.evaluation.records).name != folder.name:
         return None

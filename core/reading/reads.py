@@ -71,48 +71,56 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def reads(store: Store, calls: Sequence[CallRecord], earlier: Sequence[CallRecord], task: Any) -> dict[str, Reads]:
-    """The answers that each of `calls` read, by call id. `earlier` are the calls of the episode before them, `task` is
-    the input of its task."""
+    """The answers of earlier calls that each of `calls` read, by call id. `earlier` are the calls of the episode before
+    them, `task` is the input of its task."""
     all_calls = [*earlier, *calls]
-    task_text = "\n".join(map(str, leaves(task)))
-    answers: list[_Answer] = []
-    for call in all_calls:
-        if answer := _answer(call):
-            answers.append(answer)
+    quoted, labelled_lines = _search_quotations(store, all_calls, task)
 
-    # 1. Search the new messages of each call for answers that were there when the message was first sent.
-    quoted: dict[str, set[int]] = {call.id: set() for call in all_calls}
-    labelled_lines: list[_Line] = []
-    first_sent: dict[str, float] = {}
-    texts: dict[str, str] = {}
-    messages_of_previous_turn: dict[str, frozenset[str]] = {}
-    for call in all_calls:
-        earlier_answers = [answer for answer in answers if answer.time <= call.started and answer.step < call.step]
-        sent_before = messages_of_previous_turn.get(call.role, frozenset())
-        for id in dict.fromkeys(call.messages):
-            first_sent.setdefault(id, call.started)
-            if id in sent_before and id != call.messages[-1]:
-                continue
-            if id not in texts:
-                texts[id] = _text(store, id)
-            possible_texts = {answer.text for answer in earlier_answers if answer.time <= first_sent[id]}
-            candidates = [answer for answer in earlier_answers if answer.text in possible_texts]
-            quoted[call.id].update(_quoted_steps(texts[id], candidates, task_text, call.id, labelled_lines))
-        messages_of_previous_turn[call.role] = frozenset(call.messages)
-
-    # 2. A label marks answers only if all its lines in the episode hold one.
+    # A label marks answers only if all its lines in the episode hold one.
     unreliable_labels = {line.label for line in labelled_lines if line.step is None}
     for line in labelled_lines:
         if line.step is not None and line.label not in unreliable_labels:
             quoted[line.call].add(line.step)
 
-    # 3. Recorded parents are certain; only further answers are guesses.
+    # Recorded parents are certain; only further answers are guesses.
     step_of_call = {call.id: call.step for call in all_calls}
     reads_of_call: dict[str, Reads] = {}
     for call in calls:
         certain = {step_of_call[id] for id in call.parents if id in step_of_call}
         reads_of_call[call.id] = Reads(tuple(sorted(certain)), tuple(sorted(quoted[call.id] - certain)))
     return reads_of_call
+
+
+def _search_quotations(store: Store, calls: Sequence[CallRecord], task: Any) -> tuple[dict[str, set[int]], list[_Line]]:
+    """Search the new messages of each call for answers that were there when the message was first sent.
+
+    Returns the steps of the answers that each call quotes, by call id, and the lines with a label in these messages.
+    """
+    task_text = "\n".join(map(str, leaves(task)))
+    answers: list[_Answer] = []
+    for call in calls:
+        if answer := _answer(call):
+            answers.append(answer)
+
+    quoted: dict[str, set[int]] = {call.id: set() for call in calls}
+    labelled_lines: list[_Line] = []
+    first_sent: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    messages_of_previous_turn: dict[str, frozenset[str]] = {}
+    for call in calls:
+        earlier_answers = [answer for answer in answers if answer.time <= call.started and answer.step < call.step]
+        sent_before = messages_of_previous_turn.get(call.role, frozenset())
+        for id in dict.fromkeys(call.messages):
+            first_sent.setdefault(id, call.started)
+            if id in sent_before and id != call.messages[-1]:
+                continue  # the role has read this message in its previous turn
+            if id not in texts:
+                texts[id] = _text(store, id)
+            possible_texts = {answer.text for answer in earlier_answers if answer.time <= first_sent[id]}
+            candidates = [answer for answer in earlier_answers if answer.text in possible_texts]
+            quoted[call.id].update(_quoted_steps(texts[id], candidates, task_text, call.id, labelled_lines))
+        messages_of_previous_turn[call.role] = frozenset(call.messages)
+    return quoted, labelled_lines
 
 
 def _answer(call: CallRecord) -> _Answer | None:
@@ -159,10 +167,16 @@ def _quoted_steps(
                 yield answer.step
     for line in remaining.splitlines():
         match = _LABEL.match(line.strip())
-        value = match[2].strip(_AROUND) if match else ""
-        if match and value:
-            labelled_answer = _latest_answer(answers, value) if _TELLING_VALUE.search(value) else None
-            lines.append(_Line(call, match[1], labelled_answer.step if labelled_answer else None))
+        if match is None:
+            continue
+        label = match[1]
+        value = match[2].strip(_AROUND)
+        if not value:
+            continue
+        step = None
+        if _TELLING_VALUE.search(value) and (labelled_answer := _latest_answer(answers, value)):
+            step = labelled_answer.step
+        lines.append(_Line(call, label, step))
 
 
 def _latest_answer(answers: Sequence[_Answer], text: str) -> _Answer | None:

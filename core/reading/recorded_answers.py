@@ -128,6 +128,7 @@ def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, 
         for episode in store.episodes()
         if episode.is_outcome and (episode.status == "ok" or on_failure != "exclude")
     )
+    # Rewards are read for a page of episodes at once: a query for each episode would be slow.
     while page := list(islice(with_outcome, _PAGE)):
         rewards = store.rewards(episode.id for episode in page)
         for episode in page:
@@ -146,8 +147,11 @@ def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, 
 
 
 def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, float]:
-    """Values (`algorithms.tree_values`) of the answers in forked episodes and their branches, by the id of the call
-    that first gave the answer. `outcomes` are the values of episodes (`outcome_values`); other episodes are left out.
+    """The value of each answer in forked episodes (trunks) and in their branches, by the id of the call that first gave
+    the answer.
+
+    The value of an answer depends on the outcomes of all episodes that have it (`algorithms.tree_values`). `outcomes`
+    are the values of episodes (`outcome_values`); other episodes are left out.
     """
     fork_of_branch: dict[str, Fork] = {}
     for episode in store.episodes():
@@ -158,17 +162,18 @@ def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, floa
     for calls in calls_of_trunks.values():
         step_of_call.update((call.id, call.step) for call in calls)
 
-    # The path of an episode: the answers that it shares with its trunk, in step order, then its new answers.
     paths: list[tuple[list[str], float]] = []
     for id in dict.fromkeys((*calls_of_trunks, *fork_of_branch)):
         if id not in outcomes:
             continue
         calls = calls_of_trunks[id] if id in calls_of_trunks else _answered_calls(store, id)
+        # The answers that the episode shares with its trunk, by the ids of the trunk's calls.
         shared = {call.replayed for call in calls if call.replayed}
         if fork := fork_of_branch.get(id):
             # A failed branch may not have repeated all calls before the fork, but it shares them.
             fork_step = step_of_call.get(fork.call, 0)
             shared |= {call.id for call in calls_of_trunks[fork.trunk] if call.step < fork_step}
+        # The path of the episode: the shared answers in the order of their steps, then its new answers.
         path = sorted(shared, key=lambda call: step_of_call.get(call, 0))
         path += [call.id for call in calls if not call.replayed]
         if path:

@@ -94,11 +94,17 @@ class OpenedRun:
 
     @property
     def store(self) -> Store:
-        """The records. A run has none before its first episode, or if it learns from other records."""
+        """The records, opened at the first access.
+
+        Before its first episode a run has no records file, and never if it learns from other records. Then this is an
+        empty store, and the next access looks for the file again.
+        """
         with self._lock:
             if self._store is None:
-                if self._file is not None and not self._file.is_file():
-                    self._no_records = self._no_records or no_records(self.path)
+                is_missing = self._file is not None and not self._file.is_file()
+                if is_missing:
+                    if self._no_records is None:
+                        self._no_records = no_records(self.path)
                     return self._no_records
                 self._store = open_store(self._records, read_only=True)
                 self._records_stat = self._file.stat() if self._file else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -92,24 +93,29 @@ class _CheckpointTasks(msgspec.Struct):
     tasks: dict[str, TaskFacts] = {}
 
 
-def _draws(run: OpenedRun, tasks: Iterable[str]) -> tuple[dict[str, float], bool]:
-    """How often an adaptive pool would draw each task in the next step, relative to the average task, and whether the
-    run has an adaptive pool.
+class _Draws(NamedTuple):
+    """How often the run's pool of tasks would draw each task in the next step, relative to the average task (1)."""
 
-    The newest checkpoint has the rewards by task from which the pool computes it. Without one, no task has a value.
-    """
+    of_task: Mapping[str, float]
+    """Empty if unknown."""
+    adaptive: bool
+    """Whether the run draws its tasks from an adaptive pool."""
+
+
+def _read_draws(run: OpenedRun, tasks: Iterable[str]) -> _Draws:
+    """The draws of these tasks. An adaptive pool computes them from the rewards by task in the newest checkpoint."""
     if not run.is_run or run.folder is None:
-        return {}, False
+        return _Draws({}, adaptive=False)
     try:
         newest = newest_checkpoint(RunLayout(run.folder).checkpoints)
         settings = msgspec.convert(read_config(run.folder).get("curriculum") or {}, _Curriculum)
         policies = [] if newest is None else read_policies(newest)
     except (RunError, msgspec.ValidationError):  # a damaged checkpoint: the page is shown without draws
-        return {}, False
+        return _Draws({}, adaptive=False)
     adaptive = settings.pool == "adaptive"
     checkpoint = None if newest is None else read_if_typed(newest / CHECKPOINT, _CheckpointTasks)
     if checkpoint is None or not checkpoint.tasks:
-        return {}, adaptive
+        return _Draws({}, adaptive)
     index_of_task = {name: i for i, name in enumerate(dict.fromkeys([*tasks, *checkpoint.tasks]))}
     trained_roles: set[str] = set()
     for policy in policies:
@@ -117,7 +123,7 @@ def _draws(run: OpenedRun, tasks: Iterable[str]) -> tuple[dict[str, float], bool
             trained_roles.update(policy.roles)
     chances = task_chances(index_of_task, checkpoint.tasks, trained_roles, EVEN_SHARE)
     relative = chances * len(index_of_task)  # the chance of the average task is 1 / tasks
-    return {name: float(relative[i]) for name, i in index_of_task.items()}, adaptive
+    return _Draws({name: float(relative[i]) for name, i in index_of_task.items()}, adaptive)
 
 
 def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: str = "") -> TaskPage:
@@ -134,10 +140,9 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
     counts = {"all": len(all_tasks)}
     for name, is_of_kind in KINDS.items():
         counts[name] = sum(is_of_kind(low, high) for low, high in bounds.values())
-    draws: dict[str, float] = {}
-    adaptive = False
+    draws = _Draws({}, adaptive=False)
     if phase == "train":
-        draws, adaptive = _draws(run, [str(task.task) for task in all_tasks])
+        draws = _read_draws(run, [str(task.task) for task in all_tasks])
 
     chosen = list(all_tasks)
     if kind in KINDS:
@@ -145,7 +150,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
     if order == "hardest":
         chosen.sort(key=lambda task: (task.mean is None, task.mean))
     elif order == "most":
-        chosen.sort(key=lambda task: -draws.get(str(task.task), 0.0))
+        chosen.sort(key=lambda task: -draws.of_task.get(str(task.task), 0.0))
     remaining = _tasks_after(chosen, after, order)
     page = remaining[:PAGE]
 
@@ -155,7 +160,8 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
     columns_with_episodes = 0
     for task in page:
         id = str(task.task)
-        rows.append(TaskRow(id=id, episodes=task.episodes, value=task.mean, draws=draws.get(id), cells=cells[id]))
+        row = TaskRow(id=id, episodes=task.episodes, value=task.mean, draws=draws.of_task.get(id), cells=cells[id])
+        rows.append(row)
         columns_with_episodes += sum(cell.episodes > 0 for cell in cells[id])
     return TaskPage(
         rows=tuple(rows),
@@ -165,7 +171,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
         low=min([0.0, *(low for low, _ in bounds.values())]),
         high=max([1.0, *(high for _, high in bounds.values())]),
         after=page[-1].task if len(remaining) > PAGE else "",
-        adaptive=adaptive,
+        adaptive=draws.adaptive,
         grid=tuple(GridCell(str(task.task), task.mean, task.episodes) for task in chosen[:MOST_CELLS]),
         total=len(chosen),
         sparse=columns_with_episodes < 2 * len(rows),

@@ -165,9 +165,9 @@ def _episodes(
     if filters.task:
         title += f" of task {filters.task}"
     yield Text(f"{title}\n", style="bold")
-    if filters != EVERYTHING:
-        unfinished = ()  # an unfinished episode has no fields to filter by
-    if not ids and not unfinished:
+    # An unfinished episode has no fields to filter by.
+    shown_unfinished = unfinished if filters == EVERYTHING else ()
+    if not ids and not shown_unfinished:
         return
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
     rewards = store.rewards(ids)
@@ -184,7 +184,7 @@ def _episodes(
         step = "" if episode.training_step is None else episode.training_step + 1
         row = (_short_id(id), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
-    for id, calls in reversed(unfinished):
+    for id, calls in reversed(shown_unfinished):
         table.add_row(_short_id(id), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 

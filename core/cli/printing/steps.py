@@ -88,8 +88,11 @@ def _steps_table(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
 
 
 def _filled_columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Figures of steps by the title of their column, without columns that are empty. Figures of chosen paths have only
-    curves."""
+    """The columns of the table of steps, by title: a figure for each step, None for a step without it.
+
+    Columns without any figure are left out. Outcomes of paths that were chosen among candidates have no column, only
+    curves.
+    """
     columns: dict[str, list[float | None]] = {}
     for name in ("success", "reward"):
         columns[f"held-out {name}"] = [(line.get("held_out") or {}).get(name) for line in lines]
@@ -101,10 +104,12 @@ def _filled_columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float 
         for role in sorted(all_roles)[:_ROLES]:
             columns[f"{title} of {role}"] = [line["roles"].get(role, {}).get(key) for line in lines]
 
-    single = [line["outcome"] if line.get("path", SINGLE) == SINGLE else {} for line in lines]
+    single_outcomes: list[Mapping[str, float]] = []
     names: set[str] = set()
-    for outcome in single:
-        names.update(outcome)
-    for name in sorted(names, key=lambda name: (name != "success", name))[:2]:
-        columns[f"{name} in training"] = [outcome.get(name) for outcome in single]
+    for line in lines:
+        is_single = line.get("path", SINGLE) == SINGLE
+        single_outcomes.append(line["outcome"] if is_single else {})
+        names.update(single_outcomes[-1])
+    for name in sorted(names, key=lambda name: (name != "success", name))[:2]:  # success first
+        columns[f"{name} in training"] = [outcome.get(name) for outcome in single_outcomes]
     return {title: values for title, values in columns.items() if any(value is not None for value in values)}

@@ -109,7 +109,7 @@ def _new_text(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Temp
     old = wording.text(part.now)
     if a.text:
         text = sys.stdin.read() if a.text == "-" else _text_of(Path(a.text))
-        return _read(part, wording, text, old, a.text)
+        return _edited_template(part, wording, text, old, a.text)
     with tempfile.NamedTemporaryFile("w", suffix=".md", prefix="prompt-", delete=False, encoding="utf-8") as draft:
         draft.write(old)
     path = Path(draft.name)
@@ -119,7 +119,7 @@ def _new_text(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Temp
     while True:
         _open_editor(path)
         try:
-            new = _read(part, wording, _text_of(path), old, str(path))
+            new = _edited_template(part, wording, _text_of(path), old, str(path))
         except ConfigError as error:
             if not sys.stdin.isatty() or not ask_yes_no(f"{error} Edit again? [Y/n] ", default=True):
                 raise
@@ -128,7 +128,7 @@ def _new_text(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Temp
             return new
 
 
-def _read(part: PromptPart, wording: Wording, text: str, old: str, where: str) -> Template:
+def _edited_template(part: PromptPart, wording: Wording, text: str, old: str, where: str) -> Template:
     """The template of a text that the user wrote. `where` names its file. Raises ConfigError if it is empty or lacks a
     slot.
 
