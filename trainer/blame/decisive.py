@@ -32,8 +32,9 @@ CONFIDENCE = 0.97
 """Probability with which a search ends. Of the calls that it then claims, 98% were right in simulations of episodes of
 4 to 12 calls that lose 20 points or more at one of them."""
 LEAST_FRESH = 3
-"""Fresh forks before the chosen call, and as many after it, for which the search reserves budget. It is low because only
-a claim needs fresh forks, and most claims come early, with enough budget left for `FRESH`."""
+"""Fresh forks before the chosen call, and as many after it, for which the search reserves budget.
+
+It is low because only a claim needs fresh forks, and most claims come early, with enough budget left for `FRESH`."""
 LEAST_FORKS = 6
 """Number of forks of an episode from which on a call can be claimed."""
 BATCH = 2
