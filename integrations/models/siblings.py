@@ -41,15 +41,19 @@ class Joint:
         return (joint,) if len(self._sizes) == 1 else joint.split_with_sizes(self._sizes, -1)
 
     def part(self, number: int, x: Tensor) -> Tensor:
-        """The output of sibling `number` for x: a view [..., size], which may be written to once."""
-        last = len(self._sizes) - 1
-        if last == 0:
+        """The output of sibling `number` for x: a view [..., size], which may be written to once.
+
+        A model calls the siblings one after the other with the same tensor. The first call computes all outputs, and
+        the last one frees them.
+        """
+        last_number = len(self._sizes) - 1
+        if last_number == 0:
             return self._compute(x)
         if x is not self._input:
             self._input = x
             self._parts = self.parts(x)
         part = self._parts[number]
-        if number == last:
+        if number == last_number:
             self._input = None
             self._parts = ()
         return part

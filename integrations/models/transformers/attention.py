@@ -91,21 +91,28 @@ def rows_attention(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, shared_columns: SharedColumns | None
 ) -> Tensor:
-    """Output [rows, groups, queries, width of the values] for `query` [rows, groups, queries, width] and an additive
-    mask [rows x groups, queries, columns]. The `queries` of a group share the keys of one head."""
+    """Attention softmax(scaling * query key^T + mask) value, for one new token per row.
+
+    The heads of the query are in groups, which read the keys of one head each: `query` is [rows, groups, queries,
+    width], `key` and `value` are [rows, groups, columns, width]. The additive mask is [rows x groups, queries,
+    columns]. Returns [rows, groups, queries, width of the values].
+    """
+    shape = query.shape[:3]
     if shared_columns is not None:
-        return _attend_shared(query * scaling, key, value, mask.view(*query.shape[:3], -1), shared_columns)
+        return _attend_shared(query * scaling, key, value, mask.view(*shape, -1), shared_columns)
     scores = torch.baddbmm(mask, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=scaling)
-    return torch.bmm(torch.softmax(scores, -1), value.flatten(0, 1)).view(*query.shape[:3], value.shape[3])
+    output = torch.bmm(torch.softmax(scores, -1), value.flatten(0, 1))
+    return output.view(*shape, value.shape[3])
 
 
 def _attend_shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, shared_columns: SharedColumns) -> Tensor:
-    """Attention in which the rows of a group share the keys and values of their first columns.
+    """Attention for neighbouring rows [low, high) that share the keys and values of their first columns.
 
-    The shared part is one product for each group instead of one for each row. Shapes are as in `attend`, but the mask
-    is [rows, groups, queries, columns], and `query` is scaled already.
+    The shared part is one product for each of these ranges instead of one for each row. Shapes are as in `attend`, but
+    the mask is [rows, groups, queries, columns], and `query` is scaled already.
     """
     n_shared = shared_columns.columns
+    # Scores of the columns that each row has for itself, then of the shared columns, [rows, groups, queries, columns].
     scores = query.new_empty((*query.shape[:3], key.shape[2]))
     scores[..., n_shared:] = torch.matmul(query, key[:, :, n_shared:].transpose(2, 3))
     for low, high in shared_columns.groups:

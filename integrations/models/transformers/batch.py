@@ -172,10 +172,10 @@ class Batch:
             self._refresh_derived()
         if self.cache.full:
             rows = np.arange(self.rows)
-            self.cache.rearrange(rows, to=rows, rows=self.rows, longest=self._longest_row(), width=0, span=self.span)
+            self.cache.rearrange(rows, rows, rows=self.rows, longest=self._longest_row(), width=0, span=self.span)
         logits = self._step(self._last_tokens[: self.rows, 0], self.cache, self._prompt_columns())
         self.cache.advance()
-        return self._draw_tokens(logits, at=None)
+        return self._draw_tokens(logits, chosen_rows=None)
 
     def cancel(self, job: Job) -> None:
         """Free the rows of a job."""
@@ -199,7 +199,8 @@ class Batch:
     def _start(self, jobs: Sequence[Job]) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Prefill each distinct prompt of the jobs once, and copy its states to a row for each candidate.
 
-        Returns the logits of the candidates' first tokens, [candidates, vocabulary], and the rows of the candidates.
+        A `Source` is a prompt with its adapter and images. Returns the logits of the candidates' first tokens,
+        [candidates, vocabulary], and the rows of the candidates, [candidates].
         """
         sources = list(dict.fromkeys(job.source for job in jobs))
         passes = self._prefill(sources)
@@ -232,43 +233,60 @@ class Batch:
     ) -> None:
         """Copy the states of the prompts in a pass to the rows of their candidates.
 
-        `prompt_lengths` are those of all prompts, [prompts]. `source_numbers` and `new_rows` are the prompt and the row
-        of each candidate, [candidates].
+        `prompt_lengths` are the lengths of the prompts of all passes, [prompts]. `source_numbers` and `new_rows` are
+        the number of the prompt and the row of each candidate of all passes, [candidates].
         """
-        # The row of each prompt in this pass; -1 for prompts of other passes.
-        row_in_pass = np.full(len(prompt_lengths), -1)
-        row_in_pass[prefill_pass.members] = np.arange(len(prefill_pass.members))
-        in_pass = row_in_pass[source_numbers] >= 0
-        rows = torch.as_tensor(new_rows[in_pass], device=self.device)
-        rows_in_pass = torch.as_tensor(row_in_pass[source_numbers[in_pass]], device=self.device)
+        # By number of a prompt, [prompts]: its row in this pass; -1 for a prompt of another pass.
+        pass_row_of_prompt = np.full(len(prompt_lengths), -1)
+        pass_row_of_prompt[prefill_pass.members] = np.arange(len(prefill_pass.members))
+        pass_rows = pass_row_of_prompt[source_numbers]  # [candidates]
+        in_pass = pass_rows >= 0
+        source_rows = torch.as_tensor(pass_rows[in_pass], device=self.device)
+        target_rows = torch.as_tensor(new_rows[in_pass], device=self.device)
         lengths = torch.as_tensor(prompt_lengths[source_numbers[in_pass]], device=self.device)
-        self.cache.fill(rows, prefill_pass.cache, rows_in_pass, lengths)
+        self.cache.fill(target_rows, prefill_pass.cache, source_rows, lengths)
         if prefill_pass.shift is not None:
-            self.cache.shift(rows, prefill_pass.shift[rows_in_pass])
+            self.cache.shift(target_rows, prefill_pass.shift[source_rows])
 
     def _prefill(self, sources: Sequence[Source]) -> list[_PrefillPass]:
-        """Compute the unknown tokens of these prompts, in passes over prompts with about as many unknown tokens."""
-        texts = sorted(
-            (i for i, source in enumerate(sources) if not source.images), key=lambda i: sources[i].adapter_id
-        )
-        self._compute_stems([sources[i] for i in texts])
-        known = {i: self.prefixes.match((self, sources[i].adapter_id), sources[i].prompt) for i in texts}
+        """Compute the states of these prompts and the next logits, in one or several passes."""
+        # Sorted by adapter, because an adapter is applied to one range of the rows of a pass.
+        numbers = sorted(range(len(sources)), key=lambda i: sources[i].adapter_id)
+        texts = [i for i in numbers if not sources[i].images]
+        with_images = [i for i in numbers if sources[i].images]
+        return [*self._prefill_texts(sources, texts), *self._prefill_with_images(sources, with_images)]
+
+    def _prefill_texts(self, sources: Sequence[Source], numbers: Sequence[int]) -> list[_PrefillPass]:
+        """Prefill the prompts with these `numbers`, which have no images.
+
+        Only tokens after the longest known beginning are computed. Prompts with about as many of them share a pass.
+        """
+        self._compute_stems([sources[i] for i in numbers])
+        known = {i: self.prefixes.match((self, sources[i].adapter_id), sources[i].prompt) for i in numbers}
         self.prefixes.reused += sum(prefix.length for prefix in known.values())
         passes = []
-        for group in group_by_length([len(sources[i].prompt) - known[i].length for i in texts]):
-            members = np.array([texts[i] for i in sorted(group)])
+        for group in group_by_length([len(sources[i].prompt) - known[i].length for i in numbers]):
+            members = np.array([numbers[i] for i in sorted(group)])
             cache, logits = self._prefill_pass([sources[i] for i in members], [known[i] for i in members])
             passes.append(_PrefillPass(members, cache, logits))
-        with_images = sorted(set(range(len(sources))) - set(texts), key=lambda i: sources[i].adapter_id)
-        if with_images:
-            assert self.images is not None
-            sequences = [(sources[i].prompt, sources[i].images) for i in with_images]
-            for group, image_inputs in self.images.together(self.model, sequences):
-                members = np.array([with_images[i] for i in group])
-                self._route_adapters(np.array([sources[i].adapter_id for i in members]))
-                prompts = [sources[i].prompt for i in members]
-                cache, logits = prefill(self.model, prompts, [NOTHING] * len(members), image_inputs)
-                passes.append(_PrefillPass(members, cache, logits, image_shift(self.model)))
+        return passes
+
+    def _prefill_with_images(self, sources: Sequence[Source], numbers: Sequence[int]) -> list[_PrefillPass]:
+        """Prefill the prompts with these `numbers`, which have images.
+
+        They are computed from their first token, because other images can have the same token ids.
+        """
+        if not numbers:
+            return []
+        assert self.images is not None
+        passes = []
+        sequences = [(sources[i].prompt, sources[i].images) for i in numbers]
+        for group, image_inputs in self.images.together(self.model, sequences):
+            members = np.array([numbers[i] for i in group])
+            self._route_adapters(np.array([sources[i].adapter_id for i in members]))
+            prompts = [sources[i].prompt for i in members]
+            cache, logits = prefill(self.model, prompts, [NOTHING] * len(members), image_inputs)
+            passes.append(_PrefillPass(members, cache, logits, image_shift(self.model)))
         return passes
 
     def _compute_stems(self, sources: Sequence[Source]) -> None:
@@ -340,23 +358,26 @@ class Batch:
     def _longest_row(self) -> int:
         """Tokens of the longest live row in the cache: all but the one that was drawn last."""
         rows = slice(0, self.rows)
-        tokens = self.state["span"][rows] - self.state["limit"][rows] + self.state["count"][rows] - 1
+        prompt_tokens = self.state["span"][rows] - self.state["limit"][rows]
+        tokens = prompt_tokens + self.state["count"][rows] - 1
         return int((tokens * self.state["alive"][rows]).max(initial=0))
 
     def _arrange(self, new_adapter_ids: npt.NDArray[np.int64], width: int, span: int) -> npt.NDArray[np.int64]:
-        """Close the gaps that ended rows have left, and keep the rows sorted by adapter. Returns the new rows.
+        """Close the gaps that ended rows have left, and make space for new rows. Rows stay sorted by adapter.
 
-        The new rows have prompts of up to `width` tokens and reach `span` tokens at most.
+        `new_adapter_ids` has the adapter of each new row. The new rows have prompts of up to `width` tokens and reach
+        `span` tokens at most. Returns the numbers of the new rows.
         """
         live = np.flatnonzero(self.state["alive"][: self.rows])
         rows = len(live) + len(new_adapter_ids)
         longest = self._longest_row()
-        span = max(span, self.span)
-        to, at = arrange_rows(live, self.state["adapter_id"][live], new_adapter_ids)
-        moved = to != live
-        self.state.reserve(rows, 0)
-        self.state.move(to[moved], live[moved])
-        self.cache.rearrange(live, to, rows, longest, width, span)
+        positions, new_rows = arrange_rows(live, self.state["adapter_id"][live], new_adapter_ids)
+        self.cache.rearrange(live, positions, rows, longest, width, span=max(span, self.span))
+
+        # The same moves in the arrays and in the tensor that have one entry per row.
+        moved = positions != live
+        self.state.reserve(rows, tokens=0)
+        self.state.move(positions[moved], live[moved])
         capacity = self.cache.window.row_capacity
         if capacity > len(self._last_tokens):
             smaller = self._last_tokens
@@ -364,18 +385,17 @@ class Batch:
             self._last_tokens[: len(smaller)] = smaller
         if moved.any():
             # One copy to the device for both.
-            to_rows, from_rows = torch.as_tensor(np.stack([to[moved], live[moved]]), device=self.device)
+            to_rows, from_rows = torch.as_tensor(np.stack([positions[moved], live[moved]]), device=self.device)
             self._last_tokens[to_rows] = self._last_tokens[from_rows]
         self.rows = rows
-        return at
+        return new_rows
 
     def _refresh_derived(self) -> None:
         """Recompute everything that depends on the set of rows: their parameters, adapters and groups."""
-        s = self.state
         rows = slice(0, self.rows)
         self._params = self._row_params(rows)
-        self._route_adapters(s["adapter_id"][rows])
-        self._groups = runs(s["job"][rows])
+        self._route_adapters(self.state["adapter_id"][rows])
+        self._groups = runs(self.state["job"][rows])
         self._uniforms = None
 
     def _row_params(self, rows: Any) -> RowParams:
@@ -411,144 +431,163 @@ class Batch:
                 segments.append((adapter_id, int(low), int(high)))
         self.lora.route(segments)
 
-    def _draw_tokens(self, logits: Tensor, at: npt.NDArray[np.int64] | None) -> list[Job]:
-        """Draw and record a token for the rows `at` (None: all), from logits [rows, vocabulary].
+    def _draw_tokens(self, logits: Tensor, chosen_rows: npt.NDArray[np.int64] | None) -> list[Job]:
+        """Draw the next token of the chosen rows (None: all rows), and record it.
 
-        Returns the jobs whose last candidate has ended.
+        `logits` are [rows, vocabulary]. Returns the jobs whose last candidate has ended.
         """
-        s = self.state
+        if chosen_rows is None:
+            rows = np.arange(self.rows)
+            params = self._params
+        else:
+            rows = chosen_rows
+            params = self._row_params(chosen_rows)
         if self.vocabulary < logits.shape[1]:
             logits[:, self.vocabulary :] = -torch.inf
-        rows = slice(0, self.rows) if at is None else at
-        uniform = self._next_uniforms(at)
-        params = self._params if at is None else self._row_params(rows)
-        row_numbers = np.arange(self.rows) if at is None else at
-        logit_changes = np.where(s["alive"][rows], s["logit_changes"][rows], _NO_CHANGES)
+        state = self.state
+        logit_changes = np.where(state["alive"][rows], state["logit_changes"][rows], _NO_CHANGES)
         if logit_changes.any():
             change_logits(logits, logit_changes.tolist())
-        chunk = max(1, DRAW_ELEMENTS // logits.shape[1])
+
+        uniform = self._next_uniforms(chosen_rows)
+        chunk_rows = max(1, DRAW_ELEMENTS // logits.shape[1])
         if params.top is not None:
-            self._note_likeliest(logits, row_numbers, params, chunk)
-        tokens = []
-        logprobs = []
-        for start in range(0, len(logits), chunk):
-            part = slice(start, start + chunk)
-            part_tokens, part_logprobs = draw(logits[part], uniform[part], params.rows(part))
-            tokens.append(part_tokens)
-            logprobs.append(part_logprobs)
-        token = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
-        logprob = torch.cat(logprobs) if len(logprobs) > 1 else logprobs[0]
-        if at is None:
-            self._last_tokens[: self.rows, 0] = token
+            self._record_likeliest(logits, rows, params, chunk_rows)
+        token_chunks = []
+        logprob_chunks = []
+        for start in range(0, len(logits), chunk_rows):
+            chunk = slice(start, start + chunk_rows)
+            chunk_tokens, chunk_logprobs = draw(logits[chunk], uniform[chunk], params.rows(chunk))
+            token_chunks.append(chunk_tokens)
+            logprob_chunks.append(chunk_logprobs)
+        tokens = torch.cat(token_chunks) if len(token_chunks) > 1 else token_chunks[0]
+        logprobs = torch.cat(logprob_chunks) if len(logprob_chunks) > 1 else logprob_chunks[0]
+
+        if chosen_rows is None:
+            self._last_tokens[: self.rows, 0] = tokens
         else:
-            self._last_tokens[torch.as_tensor(at, device=self.device), 0] = token
-        # One copy for both: the host waits for the device at every copy from it.
-        drawn = torch.stack((token.int(), logprob.view(torch.int32))).cpu().numpy()
-        return self._record(row_numbers, token=drawn[0].astype(np.int64), logprob=drawn[1].view(np.float32))
+            self._last_tokens[torch.as_tensor(chosen_rows, device=self.device), 0] = tokens
+        # One copy to the host for both, because the host waits for the device at each copy: log-probabilities travel as
+        # the integers with the same bits.
+        drawn = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
+        return self._record(rows, tokens=drawn[0].astype(np.int64), logprobs=drawn[1].view(np.float32))
 
-    def _next_uniforms(self, at: npt.NDArray[np.int64] | None) -> Tensor:
-        """Random numbers in [0, 1) to draw the next token of the rows `at` (None: all), [rows, 1].
+    def _next_uniforms(self, chosen_rows: npt.NDArray[np.int64] | None) -> Tensor:
+        """Random numbers in [0, 1) to draw the next token of the chosen rows (None: all rows), [rows, 1].
 
-        For all rows, the numbers of several steps are copied to the device at once.
+        Each row has a stream of random numbers, one for each of its tokens. For all rows, the numbers of UNIFORM_STEPS
+        steps are copied to the device at once.
         """
-        s = self.state
-        if at is not None:
-            return torch.as_tensor(uniforms(s["stream"][at], s["count"][at]), device=self.device).unsqueeze(1)
+        streams = self.state["stream"]
+        counts = self.state["count"]
+        if chosen_rows is not None:
+            numbers = uniforms(streams[chosen_rows], counts[chosen_rows])
+            return torch.as_tensor(numbers, device=self.device).unsqueeze(1)
         if self._uniforms is None or self._uniforms_used == UNIFORM_STEPS:
-            rows = slice(0, self.rows)
-            positions = s["count"][rows, None] + np.arange(UNIFORM_STEPS)
-            self._uniforms = torch.as_tensor(uniforms(s["stream"][rows, None], positions), device=self.device)
+            positions = counts[: self.rows, None] + np.arange(UNIFORM_STEPS)  # [rows, UNIFORM_STEPS]
+            numbers = uniforms(streams[: self.rows, None], positions)
+            self._uniforms = torch.as_tensor(numbers, device=self.device)
             self._uniforms_used = 0
+        column = self._uniforms_used
         self._uniforms_used += 1
-        return self._uniforms[:, self._uniforms_used - 1 : self._uniforms_used]
+        return self._uniforms[:, column : column + 1]
 
-    def _note_likeliest(self, logits: Tensor, at: npt.NDArray[np.int64], params: RowParams, chunk: int) -> None:
-        """Record the likeliest tokens at this position, for the rows `at` that ask for them."""
-        s = self.state
+    def _record_likeliest(
+        self, logits: Tensor, rows: npt.NDArray[np.int64], params: RowParams, chunk_rows: int
+    ) -> None:
+        """Append the likeliest next tokens, with log-probabilities, to the jobs of the rows that ask for them.
+
+        `logits` [rows, vocabulary] and `params` are of the same rows. At most `chunk_rows` rows are computed at once.
+        """
+        state = self.state
         counts = params.top
         assert counts is not None
-        asking = np.flatnonzero((counts > 0) & s["alive"][at])
-        for start in range(0, len(asking), chunk):
-            part = asking[start : start + chunk]
-            index = torch.as_tensor(part, device=self.device)
-            best = likeliest(logits[index], params.rows(index), int(counts[part].max()))
-            ids_of_rows, logprobs_of_rows = (values.tolist() for values in best)
-            for i, ids, logprobs in zip(part, ids_of_rows, logprobs_of_rows, strict=True):
-                pairs = zip(ids[: counts[i]], logprobs, strict=False)
-                # Tokens that cannot be drawn have -inf.
-                tokens = tuple((id, logprob) for id, logprob in pairs if logprob > -np.inf)
-                row = at[i]
-                s["job"][row].top[s["candidate"][row]].append(tokens)
+        asking = np.flatnonzero((counts > 0) & state["alive"][rows])
+        for start in range(0, len(asking), chunk_rows):
+            chunk = asking[start : start + chunk_rows]
+            index = torch.as_tensor(chunk, device=self.device)
+            ids, logprobs = likeliest(logits[index], params.rows(index), int(counts[chunk].max()))
+            for i, ids_of_row, logprobs_of_row in zip(chunk, ids.tolist(), logprobs.tolist(), strict=True):
+                top = []
+                for id, logprob in zip(ids_of_row[: counts[i]], logprobs_of_row, strict=False):
+                    if logprob > -np.inf:  # the token can be drawn
+                        top.append((id, logprob))
+                job = state["job"][rows[i]]
+                job.top[state["candidate"][rows[i]]].append(tuple(top))
 
     def _record(
-        self, at: npt.NDArray[np.int64], token: npt.NDArray[np.int64], logprob: npt.NDArray[np.float32]
+        self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
     ) -> list[Job]:
-        """Store the token that each row has drawn, and end the rows that stop. Returns the jobs whose last row has
-        ended.
+        """Store the token that each of the `rows` has drawn, and end the rows whose candidate is complete.
 
-        `at` has the rows; `token` and `logprob` have one value for each of them.
+        All arrays are [rows]. Returns the jobs whose last row has ended.
         """
-        s = self.state
-        count = s["count"][at]
-        s.reserve(0, int(count.max()) + 1)
-        s["token"][at, count] = token
-        s["logprob"][at, count] = logprob
-        alive = s["alive"][at]
-        s["count"][at] = count + alive
-        stopped = self._is_end_token[token]
-        for i in np.flatnonzero(np.where(alive, s["logit_changes"][at], _NO_CHANGES)):
-            row = at[i]
-            if not s["logit_changes"][row].consume(int(token[i])):
+        state = self.state
+        counts = state["count"][rows]  # drawn tokens before this one
+        state.reserve(0, int(counts.max()) + 1)
+        state["token"][rows, counts] = tokens
+        state["logprob"][rows, counts] = logprobs
+        alive = state["alive"][rows]
+        state["count"][rows] = counts + alive
+
+        # A row ends with an end token, a stop string, a token that its grammar does not take, or at its limit.
+        stopped = self._is_end_token[tokens]
+        for i in np.flatnonzero(np.where(alive, state["logit_changes"][rows], _NO_CHANGES)):
+            row = rows[i]
+            if not state["logit_changes"][row].consume(int(tokens[i])):
                 stopped[i] = True
-                s["job"][row].refused = int(token[i]), int(count[i])
-        if s["has_stops"][at].any():
-            stopped |= self._stopped_rows(at)
-        row_ends = alive & (stopped | (count + 1 >= s["limit"][at]))
+                state["job"][row].refused = int(tokens[i]), int(counts[i])
+        if state["has_stops"][rows].any():
+            stopped |= self._stopped_rows(rows)
+        row_ends = alive & (stopped | (counts + 1 >= state["limit"][rows]))
         if not row_ends.any():
             return []
+
         ended_jobs = []
         for i in np.flatnonzero(row_ends):
-            job = self._end_row(int(at[i]), bool(stopped[i]))
+            job = self._end_row(int(rows[i]), bool(stopped[i]))
             if job is not None:
                 ended_jobs.append(job)
-        if not s["alive"][: self.rows].any():
+        if not state["alive"][: self.rows].any():
             self.rows = self.cache.window.rows = 0
         return ended_jobs
 
     def _end_row(self, row: int, stopped: bool) -> Job | None:
         """Store the completion of a row that ends. Returns its job if this was the job's last row."""
-        s = self.state
-        job: Job = s["job"][row]
-        count = int(s["count"][row])
-        s["alive"][row] = False
-        job.done[int(s["candidate"][row])] = Completion(
-            tuple(s["token"][row, :count].tolist()),
-            tuple(s["logprob"][row, :count].tolist()),
-            "stop" if stopped else "length",
-            tuple(job.top[int(s["candidate"][row])]) if job.top else (),
+        state = self.state
+        job: Job = state["job"][row]
+        count = int(state["count"][row])
+        candidate = int(state["candidate"][row])
+        drawn: tuple[int, ...] = tuple(state["token"][row, :count].tolist())
+        state["alive"][row] = False
+        job.done[candidate] = Completion(
+            drawn,
+            tuple(state["logprob"][row, :count].tolist()),
+            finish_reason="stop" if stopped else "length",
+            top=tuple(job.top[candidate]) if job.top else (),
         )
-        # Prompts with different images can have the same token ids.
+        # Keep the states for later prompts. Prompts with different images can have the same token ids.
         if not job.params.images:
-            tokens = job.prompt + tuple(s["token"][row, : count - 1].tolist())  # the last one was never read
+            tokens = job.prompt + drawn[:-1]  # the model has never read the last token
             self.prefixes.insert((self, job.adapter_id), tokens, partial(self.cache.read, row))
         job.open -= 1
         return None if job.open else job
 
-    def _stopped_rows(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether each of the rows `at` has just written one of its stop strings or stop tokens, [len(at)]."""
-        s = self.state
-        stopped = np.zeros(len(at), bool)
-        for i in np.flatnonzero(s["has_stops"][at] & s["alive"][at]):
-            row = at[i]
-            params = s["job"][row].params
-            count = int(s["count"][row])
-            last_token = int(s["token"][row, count - 1])
+    def _stopped_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether each of the rows has just written one of its stop strings or stop tokens, [rows]."""
+        state = self.state
+        stopped = np.zeros(len(rows), bool)
+        for i in np.flatnonzero(state["has_stops"][rows] & state["alive"][rows]):
+            row = rows[i]
+            params = state["job"][row].params
+            count = int(state["count"][row])
+            last_token = int(state["token"][row, count - 1])
             if last_token in params.stop_token_ids:
                 stopped[i] = True
             elif params.stop:
                 # A stop string ends in the last token. A character is at most four tokens; 8 more, as the first of them
                 # may begin inside a character.
                 n_last = 4 * max(map(len, params.stop)) + 8
-                text = self.tokenizer.decode(s["token"][row, max(0, count - n_last) : count].tolist())
-                stopped[i] = any(mark in text for mark in params.stop)
+                text = self.tokenizer.decode(state["token"][row, max(0, count - n_last) : count].tolist())
+                stopped[i] = any(stop_string in text for stop_string in params.stop)
         return stopped

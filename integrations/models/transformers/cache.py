@@ -164,27 +164,34 @@ class RowCache(Cache):
         return self.window.end >= self.window.columns
 
     def rearrange(
-        self, live: npt.NDArray[np.int64], to: npt.NDArray[np.int64], rows: int, longest: int, width: int, span: int
+        self,
+        live: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        rows: int,
+        longest: int,
+        width: int,
+        span: int,
     ) -> None:
-        """Move rows `live` to rows `to` of `rows` in total. The others can be filled with prompts of up to `width`
-        tokens.
+        """Move the rows `live` to the rows `positions`, and make space for further rows, `rows` in total.
 
-        The longest live row has `longest` tokens, and no row will have more than `span`. Afterwards there is a free
-        column to write, and columns that only ended rows have used are no longer in use.
+        `longest` is the number of tokens of the longest live row, `width` of the longest prompt that the further rows
+        will be filled with, and `span` the most tokens that any row will reach. Afterwards there is a free column to
+        write, and columns that only ended rows have used are no longer in use.
         """
-        w = self.window
-        w.first = w.end - longest
+        window = self.window
+        window.first = window.end - longest
         tokens = max(longest, width)
         row_capacity, columns = self._buffer_sizes(rows, tokens, span)
-        if (row_capacity, columns) != (w.row_capacity, w.columns):
-            self._replace_buffers(live, to, row_capacity, columns, tokens)
+        if (row_capacity, columns) != (window.row_capacity, window.columns):
+            self._replace_buffers(live, positions, row_capacity, columns, end=tokens)
         else:
-            moved = to != live
-            self._move_rows(live[moved], to[moved])
-            if not tokens <= w.end < w.columns:
-                self._align_columns(rows, tokens)
-        w.first = w.end - tokens
-        w.rows = rows
+            moved = positions != live
+            self._move_rows(live[moved], positions[moved])
+            has_space = tokens <= window.end < window.columns
+            if not has_space:
+                self._align_columns(rows, end=tokens)
+        window.first = window.end - tokens
+        window.rows = rows
 
     def release(self) -> None:
         """Free all buffers, when no row is in use."""
@@ -197,30 +204,46 @@ class RowCache(Cache):
         self.bias = self.bias[:0].clone()
 
     def _buffer_sizes(self, rows: int, tokens: int, span: int) -> tuple[int, int]:
-        """The rows and columns of buffers for `rows` rows of `tokens` tokens, which grow up to `span` tokens."""
-        w = self.window
-        least = columns_for(tokens)
+        """The rows and columns of buffers for `rows` rows of `tokens` tokens, which grow up to `span` tokens.
+
+        The present buffers are kept if they have enough space.
+        """
+        window = self.window
+        row_capacity = window.row_capacity
+        if rows > row_capacity:
+            row_capacity = max(rows, 2 * window.row_capacity)
         # New buffers have space for half as many tokens more, so that growing rows are copied rarely.
-        with_spare = max(least, min(columns_for(tokens + tokens // 2), columns_for(span)))
-        row_capacity = w.row_capacity if rows <= w.row_capacity else max(rows, 2 * w.row_capacity)
-        columns = w.columns if tokens + COLUMNS // 2 <= w.columns else with_spare
+        least_columns = columns_for(tokens)
+        spacious_columns = max(least_columns, min(columns_for(tokens + tokens // 2), columns_for(span)))
+        columns = window.columns
+        if tokens + COLUMNS // 2 > columns:
+            columns = spacious_columns
         if row_capacity * columns <= self.limit:
             return row_capacity, columns
         # Close to the limit there are no spare rows, and only as many spare columns as the limit allows.
-        most = int(self.limit // rows) // COLUMNS * COLUMNS
-        return rows, max(least, min(with_spare, most))
+        most_columns = int(self.limit // rows) // COLUMNS * COLUMNS
+        return rows, max(least_columns, min(spacious_columns, most_columns))
 
     def _replace_buffers(
-        self, live: npt.NDArray[np.int64], to: npt.NDArray[np.int64], row_capacity: int, columns: int, end: int
+        self,
+        live: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        row_capacity: int,
+        columns: int,
+        end: int,
     ) -> None:
-        """Copy the used columns of rows `live` to rows `to` of new buffers, so that they end at `end`."""
-        w = self.window
+        """Allocate buffers of `row_capacity` rows and `columns` columns, and copy the rows `live` to the rows
+        `positions` of them. The used columns then end at the column `end`.
+        """
+        window = self.window
         device = self.starts.device
-        old, new = slice(w.first, w.end), slice(end - self.width, end)
-        source, target = torch.as_tensor(live, device=device), torch.as_tensor(to, device=device)
-        stays = np.array_equal(live, to) and np.array_equal(live, np.arange(len(live)))
-        w.row_capacity = row_capacity
-        w.columns = columns
+        old_columns = slice(window.first, window.end)
+        new_columns = slice(end - self.width, end)
+        source = torch.as_tensor(live, device=device)
+        target = torch.as_tensor(positions, device=device)
+        no_row_moves = np.array_equal(live, positions) and np.array_equal(live, np.arange(len(live)))
+        window.row_capacity = row_capacity
+        window.columns = columns
         # Each old layer is freed before the next is copied, so that only one layer is in memory twice.
         for layer in self.layers:
             if not layer.is_initialized:
@@ -228,36 +251,46 @@ class RowCache(Cache):
             old_buffers = layer.buffers()
             layer.allocate(*old_buffers)
             for buffer, states in zip(layer.buffers(), old_buffers, strict=True):
-                if stays:
-                    buffer[: len(live), :, new] = states[: len(live), :, old]
+                if no_row_moves:
+                    buffer[: len(live), :, new_columns] = states[: len(live), :, old_columns]
                 else:
-                    buffer[:, :, new].index_copy_(0, target, states[:, :, old].index_select(0, source))
+                    moved_states = states[:, :, old_columns].index_select(0, source)
+                    buffer[:, :, new_columns].index_copy_(0, target, moved_states)
+                    del moved_states
             del old_buffers, buffer, states
-        starts, shifts = self.starts[source] + (end - w.end), self.shifts[source]
+
+        starts = self.starts[source] + (end - window.end)
+        shifts = self.shifts[source]
         self.starts = self.starts.new_zeros(row_capacity)
         self.shifts = self.shifts.new_zeros(row_capacity)
         self.starts[target] = starts
         self.shifts[target] = shifts
         self.bias = self.bias.new_zeros((row_capacity, 1, 1, columns))
-        w.first = new.start
-        w.end = new.stop
+        window.first = new_columns.start
+        window.end = new_columns.stop
         self._write_bias(target)
 
     def _align_columns(self, rows: int, end: int) -> None:
-        """Move the used columns within the buffers so that they end at `end`."""
-        w = self.window
-        old, new = slice(w.first, w.end), slice(end - self.width, end)
+        """Move the used columns of the first `rows` rows within the buffers, so that they end at the column `end`."""
+        window = self.window
+        old_columns = slice(window.first, window.end)
+        new_columns = slice(end - self.width, end)
         for layer in self.layers:
             if layer.is_initialized:
                 for buffer in layer.buffers():
-                    buffer[:rows, :, new] = buffer[:rows, :, old].clone()
-        self.starts[:rows] += end - w.end
-        w.first = new.start
-        w.end = new.stop
+                    # A copy first, because the old and the new columns may overlap.
+                    buffer[:rows, :, new_columns] = buffer[:rows, :, old_columns].clone()
+        self.starts[:rows] += end - window.end
+        window.first = new_columns.start
+        window.end = new_columns.stop
         self._write_bias(torch.arange(rows, device=self.starts.device))
 
     def fill(self, rows: Tensor, source: Cache, source_rows: Tensor, lengths: Tensor) -> None:
-        """Copy prompts into `rows`. The i-th is row `source_rows[i]` of a padded prefill, with `lengths[i]` tokens."""
+        """Copy prompts from the cache of a prefill into rows of this one. All tensors are [prompts].
+
+        Prompt i has `lengths[i]` tokens. It is in row `source_rows[i]` of `source`, padded on the left, and is copied
+        to row `rows[i]`.
+        """
         w = self.window
         for layer, prefilled in zip(self.layers, source.layers, strict=True):
             if not layer.is_initialized:
@@ -281,9 +314,7 @@ class RowCache(Cache):
         return [buffer[row, :, part].clone(memory_format=torch.contiguous_format) for buffer in buffers]
 
     def _move_rows(self, from_rows: npt.NDArray[np.int64], to_rows: npt.NDArray[np.int64]) -> None:
-        """Copy the first rows to the others within the buffers, with their starts, shifts and biases. A row may be in
-        both.
-        """
+        """Copy `from_rows` to `to_rows` in the buffers, with their starts, shifts and biases. A row may be in both."""
         if not len(to_rows):
             return
         w = self.window

@@ -45,8 +45,10 @@ class LogitChanges:
     def apply_biases_and_penalties(self, logits: Tensor) -> None:
         """Apply biases and penalties to the logits [vocabulary] of this row, in place."""
         if self.bias:
-            biased = [token for token, _ in self.bias]
-            logits[biased] += torch.tensor([v for _, v in self.bias], dtype=logits.dtype, device=logits.device)
+            biased_tokens = [token for token, _ in self.bias]
+            biases = [bias for _, bias in self.bias]
+            logits[biased_tokens] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+        # The repetition penalty counts the tokens of the prompt too, the other penalties only drawn tokens.
         if self.repetition != 1.0 and (present := sorted(self._prompt | set(self._counts))):
             value = logits[present]
             logits[present] = torch.where(value > 0, value / self.repetition, value * self.repetition)
@@ -128,9 +130,9 @@ def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Te
     token is drawn whose cumulative probability exceeds `uniform`. Its block is searched first, then the token in it.
     """
     if params.all_greedy:
-        x = logits.float()
-        best, token = x.max(dim=-1)
-        return token, best - torch.logsumexp(x, dim=-1)
+        wide_logits = logits.float()
+        best_logit, token = wide_logits.max(dim=-1)
+        return token, best_logit - torch.logsumexp(wide_logits, dim=-1)
     weight, greedy_token = _draw_weights(logits, params)
     blocks = weight.view(len(logits), -1, BLOCK)  # [rows, blocks, BLOCK]
     block_sums = blocks.sum(dim=-1)
@@ -147,23 +149,26 @@ def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Te
 
 def likeliest(logits: Tensor, params: RowParams, most: int) -> tuple[Tensor, Tensor]:
     """The `most` likeliest tokens of each row and their log-probabilities, [rows, most], in the same distribution as in
-    `draw`. Tokens that cannot be drawn have -inf."""
-    most = min(most, logits.shape[1])
+    `draw`. Tokens that cannot be drawn have -inf. A small vocabulary has fewer tokens."""
+    vocabulary = logits.shape[1]
+    n_tokens = min(most, vocabulary)
     if params.all_greedy:
-        x = logits.float()
-        best, token = x.topk(most, dim=-1)
-        return token, best - torch.logsumexp(x, dim=-1, keepdim=True)
-    weight, _ = _draw_weights(logits, params)
+        wide_logits = logits.float()
+        best_logits, tokens = wide_logits.topk(n_tokens, dim=-1)
+        return tokens, best_logits - torch.logsumexp(wide_logits, dim=-1, keepdim=True)
+    weights, _ = _draw_weights(logits, params)
     # Summed block by block, as `draw` does: another order would round differently.
-    total = weight.view(len(logits), -1, BLOCK).sum(dim=-1).sum(dim=-1, keepdim=True)
+    total = weights.view(len(logits), -1, BLOCK).sum(dim=-1).sum(dim=-1, keepdim=True)
     # Without the padding that fills the last block.
-    best, token = weight[:, : logits.shape[1]].topk(most, dim=-1)
-    return token, torch.log(best / total)
+    best_weights, tokens = weights[:, :vocabulary].topk(n_tokens, dim=-1)
+    return tokens, torch.log(best_weights / total)
 
 
 def _draw_weights(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
-    """The weights in proportion to which tokens are drawn, [rows, whole blocks], fp32, and the likeliest tokens
-    [rows, 1], which greedy rows take; None if no row is greedy. The weights after the vocabulary are 0.
+    """The weights with which tokens are drawn, and the likeliest tokens.
+
+    The weights are the probabilities up to a factor, in float32, [rows, vocabulary padded to whole blocks]; the padding
+    is 0. The likeliest tokens, [rows, 1], are the ones that greedy rows take; None if no row is greedy.
     """
     rows, vocabulary = logits.shape
     blocks = -(-vocabulary // BLOCK)

@@ -147,25 +147,27 @@ class DecodingEngine:
         waiting.extendleft(reversed(running))
 
     def _receive(self) -> bool:
-        """Handle all commands in the inbox. Without anything to decode, wait for one. Returns False after `close`."""
-        wait = not self._jobs
+        """Handle all commands in the inbox. Without a job to decode, wait for commands until there is one. Returns
+        False after `close`.
+        """
         while True:
-            try:
-                command = self._inbox.get(block=wait, timeout=IDLE_SECONDS)
-            except queue.Empty:
-                if not wait:
+            if self._inbox.empty():
+                if self._jobs:
                     return True
-                # Idle for IDLE_SECONDS: free the memory of the batches, then wait without a limit.
-                for batch in self._batches:
-                    batch.release()
-                command = self._inbox.get()
-            wait = False
+                self._flush()  # the answers to the commands so far
+            command = self._next_command()
             if command.method == "close":
                 return False
             self._handle(command)
-            if not self._jobs and self._inbox.empty():
-                self._flush()
-                wait = True
+
+    def _next_command(self) -> Command:
+        """Wait for the next command. After IDLE_SECONDS without one, free the memory of the batches."""
+        try:
+            return self._inbox.get(timeout=IDLE_SECONDS)
+        except queue.Empty:
+            for batch in self._batches:
+                batch.release()
+            return self._inbox.get()
 
     def _handle(self, command: Command) -> None:
         """Run a command, and queue its answer. `sample` is answered later, when its tokens are drawn."""
@@ -221,7 +223,7 @@ class DecodingEngine:
         if params.images:
             if self._images is None:
                 raise SamplerError("The model sees no images.", "Open the sampler with one that does.")
-            self._images.of(batch.model, prompt, params.images)  # refused here, and not in the midst of others' work
+            self._images.of(batch.model, prompt, params.images)  # raises for images that cannot be read
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         job = Job(id, prompt, n, params, adapter_id, min(params.max_tokens, room), seed)
         self._jobs[job.id] = job, version
@@ -229,7 +231,9 @@ class DecodingEngine:
         version.running += 1
 
     def _admit(self, batch: Batch) -> list[Job]:
-        """Move as many waiting jobs into the batch as fit, in order of arrival."""
+        """Move as many waiting jobs into the batch as fit, in order of arrival. Returns the jobs that have ended with
+        their first token.
+        """
         jobs: list[Job] = []
         waiting = self._waiting[batch]
         rows = batch.alive
@@ -364,10 +368,10 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
         device = source.device or usual_device()
         with errors_of_model(source.model):
             packed = rounds_products(source.dtype, device)
-            usual_dtype = "float32" if packed or device == "cpu" else "bfloat16"
-            model = _move_to_device(
-                _load_network(source.model, usual_dtype if packed else source.dtype or usual_dtype), device
-            )
+            dtype = source.dtype or ("float32" if device == "cpu" else "bfloat16")
+            if packed:
+                dtype = "float32"  # only the products are rounded to bfloat16, see `pack_linear_layers`
+            model = _move_to_device(_load_network(source.model, dtype), device)
             if tokenizer is None:  # a folder of weights alone serves token ids, but no stop strings
                 tokenizer = read_tokenizer(source.model)
     ends = source.end_token_ids

@@ -66,7 +66,7 @@ class _Addition(NamedTuple):
     """The addition of an adapter to rows [low, high).
 
     `downs` are the first products x A^T of the modules that it changes. `ups` has, by the number of the module in the
-    projection, its place among these products and its second factor B^T.
+    projection, its position among these products and its second factor B^T.
     """
 
     low: int
@@ -102,21 +102,26 @@ class Projection:
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """The outputs of all modules for x [rows, in]: [rows, out] each."""
-        outs = [forward(x) for forward in self._base_forwards]
-        for low, high, downs, ups in self.additions:
-            for down, (number, (_, up)) in zip(downs.parts(x), ups.items(), strict=True):
-                _add_product(_in_rows(outs[number], low, high), down, up)
-        return outs
+        outputs = [forward(x) for forward in self._base_forwards]
+        for addition in self.additions:
+            downs = addition.downs.parts(x)
+            for number, (position, up) in addition.ups.items():
+                _add_product(_in_rows(outputs[number], addition.low, addition.high), downs[position], up)
+        return outputs
 
     def _forward(self, number: int, x: Tensor) -> Tensor:
-        """The output of one projection, with the product of each adapter added to the rows that use it."""
-        y = self._base_forwards[number](x)
-        for low, high, downs, ups in self.additions:
-            if number in ups:
-                place, up = ups[number]
-                part = _in_rows(y, low, high).view(-1, y.shape[-1])  # unlike reshape, view never copies
-                _add_product(part, downs.part(place, x), up)
-        return y
+        """The output [..., out] of the module with this number for x [..., in].
+
+        The products of each adapter are added to the output in the rows that use the adapter.
+        """
+        output = self._base_forwards[number](x)
+        for addition in self.additions:
+            if number in addition.ups:
+                position, up = addition.ups[number]
+                down = addition.downs.part(position, x)
+                rows = _in_rows(output, addition.low, addition.high)
+                _add_product(rows.view(-1, output.shape[-1]), down, up)  # unlike reshape, view never copies
+        return output
 
 
 def _add_product(y: Tensor, down: Tensor, up: Tensor) -> None:

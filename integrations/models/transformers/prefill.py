@@ -34,27 +34,29 @@ def group_by_length(unknown_tokens: Sequence[int]) -> list[list[int]]:
 
 
 def find_shared_stems(prompts: Sequence[Ids], known: Sequence[int]) -> list[Ids]:
-    """Find common beginnings of several distinct prompts that are worth a pass of their own.
+    """Find the stems of distinct prompts: common beginnings of several prompts that are worth a pass of their own.
 
-    Of prompt i, `known[i]` tokens are already known. No stem is the beginning of another stem. A longer beginning that
-    fewer prompts have in common is found in the next call, when these stems are known.
+    `known[i]` is the number of tokens of prompt i whose states are known already. No stem is the beginning of another
+    stem. A longer beginning that fewer prompts share is found by the next call, when these stems are known.
     """
-    # Sorted prompts with a common beginning are neighbours. `shared[i]` tokens are common to the i-th and the next one.
+    # Sorted prompts with a common beginning are neighbours. `shared[i]` is the number of tokens that the i-th prompt in
+    # this order shares with the next one.
     order = sorted(range(len(prompts)), key=lambda number: prompts[number])
     shared = [common_length(prompts[left], prompts[right]) for left, right in pairwise(order)]
     stems = []
-    runs = [(0, len(order))]
-    while runs:
-        low, high = runs.pop()
+    ranges = [(0, len(order))]  # of neighbours that may share a stem
+    while ranges:
+        low, high = ranges.pop()
         if high - low < 2:
             continue
-        # The pair with the least in common shows how much all prompts of the run have in common.
-        split = min(range(low, high - 1), key=lambda place: shared[place])
-        first = order[low]
-        if (high - low - 1) * (shared[split] - known[first]) >= LEAST_SAVED_TOKENS:
-            stems.append(prompts[first][: shared[split]])
+        # The pair that shares the fewest tokens shows how many tokens all prompts of the range share.
+        split = min(range(low, high - 1), key=lambda position: shared[position])
+        first_prompt = order[low]
+        saved_tokens = (high - low - 1) * (shared[split] - known[first_prompt])
+        if saved_tokens >= LEAST_SAVED_TOKENS:
+            stems.append(prompts[first_prompt][: shared[split]])
         else:
-            runs += [(low, split + 1), (split + 1, high)]
+            ranges += [(low, split + 1), (split + 1, high)]
     return stems
 
 
@@ -68,7 +70,7 @@ def states_of(cache: DynamicCache, row: int, length: int, start: int, stop: int)
 def prefill(
     model: Any, prompts: Sequence[Ids], known: Sequence[Prefix], image_inputs: Mapping[str, Any] | None = None
 ) -> tuple[DynamicCache, Tensor]:
-    """Compute the unknown tokens of prompts in one pass.
+    """Compute the tokens of prompts after their known prefixes, in one pass.
 
     Returns their keys and values, padded on the left, and the next logits, [prompts, vocabulary].
 
@@ -80,6 +82,7 @@ def prefill(
     reused = [max(0, len(prompt) - n_computed) for prompt in prompts]
     past = max(reused)
     width = past + n_computed
+    # The tokens to compute [prompts, n_computed], and which columns belong to the prompt [prompts, width].
     ids = np.zeros((len(prompts), n_computed), np.int64)
     mask = np.zeros((len(prompts), width), np.int64)
     for row, (prompt, start) in enumerate(zip(prompts, reused, strict=True)):

@@ -113,7 +113,7 @@ class Rows:
             column[to] = column[source]
 
     def put(self, at: npt.NDArray[np.int64], job: Job, grammars: Grammars | None) -> None:
-        """Start the candidates of a job in these rows."""
+        """Start the candidates of a job in the rows `at`, one in each."""
         p = job.params
         truncates = p.temperature > 0  # a greedy candidate gets the likeliest token, whatever is excluded
         values = {
@@ -142,8 +142,9 @@ def arrange_rows(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Find positions for the live rows and the new rows in a layout without gaps that is sorted by adapter.
 
-    `live` has the present rows of the live ones. A live row that is already in the range of its adapter does not move,
-    so few rows move. Returns the positions of the live rows, [live], and of the new rows, [new].
+    `live` has the present positions of the live rows, in ascending order. The other arrays have the adapter of each
+    row. A live row that is already in the range of its adapter does not move, so few rows move. Returns the positions
+    of the live rows, [live], and of the new rows, [new].
     """
     all_adapter_ids = np.concatenate([live_adapter_ids, new_adapter_ids])
     adapter_ids, counts = np.unique(all_adapter_ids, return_counts=True)
@@ -151,7 +152,8 @@ def arrange_rows(
     total = len(adapter_of_position)
     if not total:
         return live, live[:0]
-    stays = (live < total) & (adapter_of_position[np.minimum(live, total - 1)] == live_adapter_ids)
+    in_range_of_adapter = adapter_of_position[np.minimum(live, total - 1)] == live_adapter_ids
+    stays = (live < total) & in_range_of_adapter
     free = np.ones(total, bool)
     free[live[stays]] = False
     # The rows that need a position: live ones first, then new ones. Each gets the next free one of its adapter.
