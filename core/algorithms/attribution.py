@@ -131,12 +131,13 @@ def _weighted_sum(
     skip: Sequence[Collection[str]] = (),
     of_outcome: bool = False,
 ) -> _WeightedSum:
-    """Weighted sums of components, [n].
+    """Weighted sums of the reward components of samples, [n].
 
-    `rewards` has the components of each sample by name. `peers` numbers the samples alike that are compared, [n]: each
-    needs the components that any of its peers has. `skip` has the components of each sample that do not count here.
+    `rewards` has the components of each sample by name. `peers`, [n], has the number of the set of samples (peers) that
+    each sample is compared with: if one of them has a component, all of them need it. `skip` has the components of each
+    sample that do not count here.
     """
-    # 1. The weights of the components that samples of a role need, by the number of their peers.
+    # 1. The weights of the components that samples of a role need, by the number of their set of peers.
     components_of_peers: dict[int, dict[str, None]] = defaultdict(dict)
     for peer, components in zip(peers.tolist(), rewards, strict=True):
         components_of_peers[peer].update(dict.fromkeys(components))

@@ -126,7 +126,10 @@ def collect(
 def _other_answers(
     samples: Sequence[Sample], rewards: Mapping[str, Mapping[str, float]], calls: _Calls, rules: _Rules
 ) -> list[Sample]:
-    """The chosen answers of calls without a sample, in the episodes of `samples`, for their rewards."""
+    """The chosen answers of calls without a sample, in the episodes of `samples`.
+
+    They are not trained on: a method that `joins_calls` adds their rewards to the rewards of the samples.
+    """
     sample_ids = {sample.id for sample in samples}
     episode_ids = {sample.rollout for sample in samples}
     others: list[Sample] = []
@@ -199,6 +202,7 @@ def _choose_calls(store: Store, episodes: Sequence[Episode], trunk_calls: Mappin
             else:
                 calls.left_out[reason] += max(1, len(call.candidates))
 
+    # Only some methods add the rewards of other calls to the reward of a candidate.
     methods = [rules.method_of(role) for role in sorted({call.role for _, call in calls.usable})]
     if not any(method is not None and method.joins_calls for method in methods):
         calls.joined = []

@@ -289,29 +289,41 @@ def _rewards_by_role(step: Step, goal: Goal) -> dict[str, dict[str, float]]:
 
 
 def _samples_of_episode(played: Played, goal: Goal) -> list[Sample]:
-    """The samples of an episode with its task and outcome. An episode without an answered call has one sample, for its
-    outcome."""
+    """The samples of an episode, completed by its task, outcome and failure.
+
+    An episode without an answered call has one sample, which stands for its outcome.
+    """
     episode = played.episode
     samples = played.samples
-    role = NO_ROLE
+    culprit = NO_ROLE
     if goal.by_seat and episode.status != "ok" and played.last != NO_ROLE:
-        # In a game, a failure is the failure of the seat that called last.
-        role = played.last
-        samples = [sample for sample in samples if sample.role == role]
+        # In a game, a failure is the failure of the role that called last. The other roles have no reward.
+        culprit = played.last
+        samples = [sample for sample in samples if sample.role == culprit]
     if not samples:
-        for_outcome = Sample(
-            id=f"{episode.id}.0", task="", rollout=episode.id, role=role, turn=0, step=0, branch=episode.id,
-            prompt=episode.id, policy=PolicyRef(role), tokens=0,
-        )  # fmt: skip
-        samples = [for_outcome]
+        stand_in = Sample(
+            id=candidate_id(episode.id, 0),
+            task="",
+            rollout=episode.id,
+            role=culprit,
+            turn=0,
+            step=0,
+            branch=episode.id,
+            prompt=episode.id,
+            policy=PolicyRef(culprit),
+            tokens=0,
+        )
+        samples = [stand_in]
     timed_out = any(goal.roles is None or role in goal.roles for role in played.timed_out)
     failure = failure_of(episode, goal.on_failure)
-    return [
-        msgspec.structs.replace(
-            sample, task=episode.task.id, outcome=played.outcome, failure=failure, timed_out=timed_out
+    completed: list[Sample] = []
+    for sample in samples:
+        completed.append(
+            msgspec.structs.replace(
+                sample, task=episode.task.id, outcome=played.outcome, failure=failure, timed_out=timed_out
+            )
         )
-        for sample in samples
-    ]
+    return completed
 
 
 def _role_names(rewards_of_episodes: Sequence[Mapping[str, float]]) -> list[str]:

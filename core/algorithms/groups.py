@@ -53,7 +53,10 @@ def build_groups(samples: Sequence[Sample], recipe: Method, part: str = "") -> G
         assert isinstance(key, tuple)
         if one_prompt(recipe):
             _require_one_prompt(key, members, recipe)
-        if recipe.compares and _size(members, recipe) < 2:
+        n_compared = len(members)  # candidates of one prompt, or else episodes
+        if not one_prompt(recipe):
+            n_compared = len({sample.rollout for sample in members})
+        if recipe.compares and n_compared < 2:
             alone += len(members)
         else:
             groups.append(Group(id=_group_id(key, members, recipe, part), key=key, samples=tuple(members)))
@@ -79,11 +82,6 @@ def explain_alone(recipe: Method, alone: int, total: int) -> str:
         f"{share} Recipe {recipe.name} compares the episodes of a task, and no other episode of the task has a call to "
         "compare these with, or it was left out. If a role seldom acts, run more episodes of each task (plan.k)."
     )
-
-
-def _size(group: Sequence[Sample], recipe: Method) -> int:
-    """The number of things that a group compares: candidates of one prompt, or episodes."""
-    return len(group) if one_prompt(recipe) else len({s.rollout for s in group})
 
 
 def _require_one_prompt(key: Hashable, group: Sequence[Sample], recipe: Method) -> None:

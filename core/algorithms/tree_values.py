@@ -15,10 +15,11 @@ from statistics import fmean
 
 
 def tree_values(paths: Iterable[tuple[Sequence[Hashable], float]]) -> dict[Hashable, float]:
-    """V of each answer. `paths` has the answers of each episode in their order, at least one, with its outcome.
+    """The value V of each answer: the mean of V over the answers that were sampled after it. The last answer of an
+    episode has the outcome of the episode.
 
-    Episodes share answers until they diverge. If several episodes end with the same answer, the outcome of each has the
-    same weight in V.
+    `paths` has the answers of each episode in their order, at least one, with its outcome. Episodes share answers until
+    they diverge. If several episodes end with the same answer, the outcome of each has the same weight in V.
     """
     next_answers: dict[Hashable, dict[Hashable, None]] = {}
     final_outcomes: dict[Hashable, list[float]] = {}

@@ -72,8 +72,10 @@ def run(a: argparse.Namespace) -> int:
             limits=CheckLimits(limit=a.limit, calls=a.calls, timeout=a.timeout),
             say=say,
         )
-    if a.json in (None, "-"):
-        print(report.to_json()) if a.json else terminal().print(render(report))
+    if a.json is None:
+        terminal().print(render(report))
+    elif a.json == "-":
+        print(report.to_json())
     else:
         with whole_file(a.json) as file:
             file.write(f"{report.to_json()}\n".encode())

@@ -79,17 +79,7 @@ def run(a: argparse.Namespace) -> int:
     Exactly one of --run, --use and --base says what is evaluated. Only a run has a workflow and held-out tasks of its
     own; with the others, both must be named. Exit status: 1 if the evaluation was broken off.
     """
-    source_flags = [flag for flag, value in (("--run", a.run), ("--use", a.use), ("--base", a.base)) if value]
-    remedy = "Name a run or an export (--run), a team (--use ROLE=SOURCE), or base models (--base)."
-    if not source_flags:
-        raise ConfigError("--run", None, "is missing", remedy)
-    if len(source_flags) > 1:
-        fault = f"cannot be combined with {' and '.join(source_flags[1:])}"
-        raise ConfigError(source_flags[0], None, fault, remedy)
-    for name, value in (("workflow", a.workflow), ("--tasks", a.tasks)):
-        if value is None and a.run is None:
-            remedy = "For example: cotune eval app:solve --tasks held_out.jsonl --base models/Qwen3-1.7B"
-            raise ConfigError(name, None, f"is missing: {source_flags[0]} needs it", remedy)
+    _check_source(a)
     tell(f"loading {a.workflow or 'the workflow'} and {a.run or ', '.join(a.use or a.base)} ...")
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render
@@ -116,3 +106,18 @@ def run(a: argparse.Namespace) -> int:
         tell(f"stored in {report.stored}")
     a.result = report
     return 1 if report.broken else 0
+
+
+def _check_source(a: argparse.Namespace) -> None:
+    """Raise ConfigError unless one source is named, and with it the workflow and the tasks that it needs."""
+    source_flags = [flag for flag, value in (("--run", a.run), ("--use", a.use), ("--base", a.base)) if value]
+    remedy = "Name a run or an export (--run), a team (--use ROLE=SOURCE), or base models (--base)."
+    if not source_flags:
+        raise ConfigError("--run", None, "is missing", remedy)
+    if len(source_flags) > 1:
+        fault = f"cannot be combined with {' and '.join(source_flags[1:])}"
+        raise ConfigError(source_flags[0], None, fault, remedy)
+    for name, value in (("workflow", a.workflow), ("--tasks", a.tasks)):
+        if value is None and a.run is None:
+            remedy = "For example: cotune eval app:solve --tasks held_out.jsonl --base models/Qwen3-1.7B"
+            raise ConfigError(name, None, f"is missing: {source_flags[0]} needs it", remedy)

@@ -61,8 +61,6 @@ def run(a: argparse.Namespace) -> int:
         return 0
     if a.resume or a.workflow:
         tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
-    from cotune.reading.words import change_text
-    from cotune.tables import plural
     from cotune.trainer.config.load import load_config, read_toml
     from cotune.trainer.train import resume, train
 
@@ -77,6 +75,16 @@ def run(a: argparse.Namespace) -> int:
         summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks, changes=changes, profile=a.profile)
     else:
         summary = train(a.workflow, a.tasks, load_config(a.config, fields), out=a.out, profile=a.profile)
+    _tell_summary(summary)
+    a.result = summary
+    return 0 if summary.finished else 130
+
+
+def _tell_summary(summary: RunSummary) -> None:
+    """Print what a run has reached, and the policies and roles that did not take part."""
+    from cotune.reading.words import change_text
+    from cotune.tables import plural
+
     state = "finished" if summary.finished else "stopped"
     tell(f"{state} after {plural(summary.steps, 'step')} in {summary.seconds:.0f} s: {summary.path}")
     for change in summary.headline.changes:
@@ -88,20 +96,24 @@ def run(a: argparse.Namespace) -> int:
         tell(text)
     for role, steps in summary.silent.items():
         tell(f"{role} called in no episode of the last {plural(steps, 'step')}: docs/how-to/not-learning.md")
-    a.result = summary
-    return 0 if summary.finished else 130
 
 
 def never_updated(summary: RunSummary) -> list[str]:
-    """Texts about policies that no step has updated: the reasons, and a remedy for policies without a signal."""
+    """The lines to print about policies that no step has updated: the reasons, and a remedy for policies without a
+    signal."""
     from cotune.reading.words import stayed_text
     from cotune.trainer.reporting.summary import NO_SIGNAL
 
     if not summary.stayed:
         return []
-    policies = ", ".join(f"{policy} ({stayed_text(reasons)})" for policy, reasons in summary.stayed.items())
-    texts = [f"never updated: {policies}"]
-    without_signal = [policy for policy, reasons in summary.stayed.items() if next(iter(reasons)) == "no signal"]
+    policies: list[str] = []
+    without_signal: list[str] = []
+    for policy, reasons in summary.stayed.items():
+        policies.append(f"{policy} ({stayed_text(reasons)})")
+        commonest = next(iter(reasons))
+        if commonest == "no signal":
+            without_signal.append(policy)
+    texts = [f"never updated: {', '.join(policies)}"]
     if without_signal:
         texts.append(f"{', '.join(without_signal)}: {NO_SIGNAL}")
     return texts

@@ -211,14 +211,14 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         is_set = {
             "loss": bool(changed_loss),
             "rewards": bool(changed_rewards),
-            "plan.kind": self.plan.kind,
+            "plan.kind": bool(self.plan.kind),
             "evaluation.tasks": self.evaluation.tasks not in ("", NO_TASKS),
-            f"evaluation.{needing_tasks}": needing_tasks,
+            f"evaluation.{needing_tasks}": bool(needing_tasks),
             "guard": self.guard == "stop",
             "curriculum.pool": self.curriculum.pool != "even",
-            "refill.budget": self.refill.budget,
+            "refill.budget": bool(self.refill.budget),
         }
-        return [name for name, value in is_set.items() if value]
+        return [name for name, was_set in is_set.items() if was_set]
 
     @property
     def episodes_at_once(self) -> int:
@@ -246,7 +246,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max([self.plan.k, *(policy.k for policy in self.policy if policy.k is not None)])
 
     def plans_of(self, plan: Plan, policies: Mapping[str, str]) -> dict[str, Plan]:
-        """The plan of each role whose policy has a K or a choice of its own. `policies` has their names by role."""
+        """The plan of each role whose policy has its own number of candidates (`k`) or its own way to select the answer
+        among them. `policies` has the policy of each role."""
         plans: dict[str, Plan] = {}
         for role, name in policies.items():
             policy_table = self.policy_table(name)

@@ -76,9 +76,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         reason = answer.get("reason")
         if not isinstance(ranking, list):
             raise Unusable("it has no JSON object with a ranking")
-        tiers = [[tier] if isinstance(tier, str) else tier for tier in ranking]
-        if not all(isinstance(tier, list) and all(isinstance(label, str) for label in tier) for tier in tiers):
-            raise Unusable("its ranking is no list of lists of letters")
+        tiers: list[list[str]] = []
+        for entry in ranking:
+            tier = [entry] if isinstance(entry, str) else entry
+            if not isinstance(tier, list) or not all(isinstance(label, str) for label in tier):
+                raise Unusable("its ranking is no list of lists of letters")
+            tiers.append(tier)
         if sorted(chain.from_iterable(tiers)) != sorted(self.labels):
             raise Unusable("its ranking does not have each letter once")
         number_of = dict(zip(self.labels, self.order, strict=True))

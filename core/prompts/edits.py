@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -120,6 +120,13 @@ class RoleEdits:
         return any(kind == place[0] and key in (None, place[1]) for place in self._edited)
 
 
+class _Miss(NamedTuple):
+    """An edited part, and how many characters of the most similar text match it before the first difference."""
+
+    part: PromptPart
+    reach: int
+
+
 class CallEdits:
     """The edits of one call, and their result. For one thread."""
 
@@ -128,7 +135,7 @@ class CallEdits:
         self._edits = edits
         self._recognized: dict[tuple[Kind, str], bool] = {}
         """The places of parts where the call has a text, and whether a text at the place matches a part."""
-        self._missed: tuple[PromptPart, str] | None = None
+        self._closest_miss: _Miss | None = None
         self.edited = 0
         """Number of texts that were changed."""
         self.ambiguous: tuple[str, ...] = ()
@@ -145,12 +152,14 @@ class CallEdits:
         if not candidates:
             return None
         matches: list[tuple[PromptPart, tuple[str, ...] | Reading]] = []
+        most_constant = 0
         for part in candidates:  # the ones with the most constant text first
-            if matches and part.old.constant < matches[0][0].old.constant:
+            if matches and part.old.constant < most_constant:
                 break
             values = part.old.match(text)
             if values is not None:
                 matches.append((part, values))
+                most_constant = part.old.constant
         self._recognized[kind, key] = self._recognized.get((kind, key), False) or bool(matches)
         if not matches:
             self._note_miss(kind, key, text)
@@ -173,14 +182,16 @@ class CallEdits:
         return replacements.pop()
 
     def _note_miss(self, kind: Kind, key: str, text: str) -> None:
-        """Note a text that matches no part although an edited part belongs at its place: the most similar one counts
-        (`difference`)."""
-        if not self._edits.edits(kind, key):
-            return
-        edited = [part for part in self._edits.among(kind, key) if part.edited]
-        best = max(edited, key=lambda part: part.old.reach(text))
-        if self._missed is None or best.old.reach(text) > self._missed[0].old.reach(self._missed[1]):
-            self._missed = best, text
+        """Note a text that matches no part, although an edited part belongs at its place.
+
+        Of several texts, the one that is most similar to an edited part is kept, for `difference`.
+        """
+        for part in self._edits.among(kind, key):
+            if not part.edited:
+                continue
+            reach = part.old.reach(text)
+            if self._closest_miss is None or reach > self._closest_miss.reach:
+                self._closest_miss = _Miss(part, reach)
 
     @property
     def outcome(self) -> Outcome:
@@ -200,17 +211,19 @@ class CallEdits:
             matched_at_edited_place = matched_at_edited_place or matched
         if matched_at_edited_place:
             return "edited"
-        # Only tools or schemas are edited, and this call has none of them.
-        only_others = not self._edits.edits("system") and not self._edits.edits("user")
-        return "edited" if only_others and any(self._recognized.values()) else "prompt_unmatched"
+        # If only tools or schemas are edited, and this call has none of them, it needs no edit.
+        edits_messages = self._edits.edits("system") or self._edits.edits("user")
+        if not edits_messages and any(self._recognized.values()):
+            return "edited"
+        return "prompt_unmatched"
 
     @property
     def difference(self) -> str:
         """The first difference between an edited part and the most similar text, without its content."""
-        if self._missed is None:
+        miss = self._closest_miss
+        if miss is None:
             return "it has no text of that kind"
-        part, text = self._missed
-        return f"{part.name} differs from character {part.old.reach(text) + 1} on"
+        return f"{miss.part.name} differs from character {miss.reach + 1} on"
 
 
 def rewrite_chat(edits: CallEdits, body: Mapping[str, Any]) -> Mapping[str, Any]:

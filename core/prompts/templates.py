@@ -59,18 +59,20 @@ class Template(msgspec.Struct, frozen=True):
         return "".join(piece if isinstance(piece, str) else values[piece - 1] for piece in self.pieces)
 
     def match(self, text: str) -> tuple[str, ...] | Reading | None:
-        """The values of the slots for which `fill` gives the text. None if there are none, `AMBIGUOUS` if several
-        values do.
+        """The values with which `fill` gives this text: one for each slot, in the order of the slots.
+
+        None if the text does not match the template, `AMBIGUOUS` if several values of a slot are possible.
 
         Each constant text has a first and a last possible place. Every match lies between them, so if all first and
-        last places are equal, there is only one.
+        last places are equal, there is only one match.
         """
         earliest = self._earliest_spans(text)
         if earliest is None:
             return None
         if self._latest_spans(text) != earliest:
             return AMBIGUOUS
-        return _values(text, earliest)
+        # The value of a slot is the text between one constant text and the next.
+        return tuple(text[end:start] for (_, end), (start, _) in pairwise(earliest))
 
     def reach(self, text: str) -> int:
         """The number of characters at the beginning of `text` that match, to show where a text departs from the
@@ -153,11 +155,6 @@ class Template(msgspec.Struct, frozen=True):
         if self.pieces and isinstance(self.pieces[-1], int):
             spans = [*spans, (len(text), len(text))]
         return spans
-
-
-def _values(text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """The values of the slots: the text between one constant text and the next."""
-    return tuple(text[end:start] for (_, end), (start, _) in pairwise(spans))
 
 
 def fault_of(old: Template, new: Template | None = None) -> str:

@@ -182,10 +182,12 @@ def read_blame(folder: Path | None) -> Blame | None:
 
 
 def luck_sentence(blame: Blame) -> str:
-    """How many failures succeed when the task is run again."""
-    if blame.luck is None:
-        return "No failure was run again." if blame.failures else "No run of the application as it is failed."
+    """A sentence about the share of failures that succeed when their task is run again."""
     share = blame.luck
+    if share is None and blame.failures:
+        return "No failure was run again."
+    if share is None:
+        return "No run of the application as it is failed."
     text = f"{share.mean:.0%} of the failures succeed at another try"
     if share.low is not None and share.high is not None:
         text += f" ({100 * share.low:.0f} to {100 * share.high:.0f})"
@@ -193,7 +195,10 @@ def luck_sentence(blame: Blame) -> str:
 
 
 def scoring_sentence(blame: Blame) -> str:
-    """How much of the variance of outcomes is the scorer's; empty if the scorer repeats itself."""
+    """A sentence about the share of the variance of outcomes that comes from the scorer.
+
+    Empty if the scorer gave every run the same outcome when it scored the run again.
+    """
     noise = blame.scoring
     if noise is None or not noise.changed:
         return ""
@@ -293,7 +298,8 @@ def _named_roles(blame: Blame) -> str:
 
 
 def _what_would_decide(blame: Blame) -> str:
-    """How many further tasks would name a role or clear all of them."""
+    """The end of the sentence "Undecided: ...": how many more tasks would show which role is at fault, or that none
+    is."""
     if blame.more_tasks is None:
         return "the costliest role is too close to the least effect that matters for any number of tasks to decide soon"
     tasks = plural(blame.more_tasks, "more task")

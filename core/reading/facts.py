@@ -59,8 +59,10 @@ def facts(run: OpenedRun) -> Facts:
     lines = run.metrics
     description = run.description
     episodes, calls = run.figures.counts()
-    plan: str = (config.plan.kind or "") if run.samples else ""
-    if run.samples and not plan and lines and "path" in lines[-1]:
+    plan: str = ""
+    if run.samples and config.plan.kind:
+        plan = config.plan.kind
+    elif run.samples and lines and "path" in lines[-1]:
         # No plan was configured. Only under `tree`, episodes are paths chosen among candidates.
         plan = "independent" if lines[-1]["path"] == SINGLE else "tree"
     workflow = str(description.get("workflow") or "")
@@ -69,7 +71,9 @@ def facts(run: OpenedRun) -> Facts:
     if latest_ids:
         latest = run.store.episode(latest_ids[0])
         workflow = latest.workflow
-        created = _date_text(latest.started)
+        created = ""
+        if latest.started:
+            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(latest.started))
     teachers = [config.distill.teacher, *(policy.teacher for policy in config.policy)]
     default_recipes: dict[str, str] = {str(kind): recipe for kind, recipe in USUAL.items()}
     steps = str(len(lines) or "")
@@ -97,11 +101,6 @@ def _local_time(written: str) -> str:
         return f"{datetime.fromisoformat(written).astimezone():%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError, OSError):
         return written.replace("T", " ")[:16]
-
-
-def _date_text(seconds: float) -> str:
-    """A Unix time in the time zone of this machine; empty for 0."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,9 +108,10 @@ def _episodes_with_best_prompts(run: OpenedRun) -> list[EndedEpisode]:
 
 def _failed_in_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> FailedTasks | None:
     """The worst tasks of an evaluation, in the mode that a headline shows, else in the first mode."""
-    mode = next(iter((*compared_modes(evaluation), *evaluation.evaluations)), "")
-    if mode not in evaluation.evaluations:
+    modes = [*compared_modes(evaluation), *evaluation.evaluations]
+    if not modes or modes[0] not in evaluation.evaluations:
         return None
+    mode = modes[0]
     evaluated = evaluation.evaluations[mode]
     ended: list[EndedEpisode] = []
     for task, endings in evaluated.by_task.items():

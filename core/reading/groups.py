@@ -47,6 +47,11 @@ class ShownGroup(msgspec.Struct, frozen=True, kw_only=True):
         """The roles of its samples, joined by slashes."""
         return "/".join(sorted({sample.role for sample in self.samples}))
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether all rewards are equal, up to rounding."""
+        return max(self.rewards) - min(self.rewards) <= FLAT * max(map(abs, self.rewards))
+
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
     """The groups that a recipe forms from the episodes of a step. `advantages` and `group_of` are by candidate id.
@@ -144,15 +149,10 @@ def by_role_and_turn(groups: Iterable[ShownGroup]) -> dict[tuple[str, Any], Grou
             sizes=tuple(len(group.rewards) for group in in_cell),
             means=tuple(group.mean for group in in_cell),
             spreads=tuple(group.spread for group in in_cell),
-            flat=sum(_is_flat(group.rewards) for group in in_cell),
+            flat=sum(group.is_flat for group in in_cell),
             trained=sum(not group.reason for group in in_cell),
         )
     return cells
-
-
-def _is_flat(rewards: Sequence[float]) -> bool:
-    """Whether rewards are equal, up to rounding."""
-    return max(rewards) - min(rewards) <= FLAT * max(map(abs, rewards))
 
 
 def _shown_groups(regrouped: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:

@@ -100,10 +100,11 @@ def _prompts_of(folder: Path | None) -> _PromptsFile | None:
 def _verdict(held_out: _HeldOut) -> str:
     """`the best prompts are better by 0.267 (95% interval 0.100 to 0.433) on 15 held-out tasks`."""
     low, mean, high = held_out.difference
-    on = f"on {plural(held_out.tasks, 'held-out task')}"
+    on_tasks = f"on {plural(held_out.tasks, 'held-out task')}"
     if low is None or high is None:
-        return f"no difference shown {on}"
+        return f"no difference shown {on_tasks}"
     interval = f"({100 * held_out.level:.3g}% interval {figure(low)} to {figure(high)})"
     if low <= 0 <= high:
-        return f"no difference shown: {figure(mean)} {interval} {on}"
-    return f"the best prompts are {'better' if low > 0 else 'worse'} by {figure(abs(mean))} {interval} {on}"
+        return f"no difference shown: {figure(mean)} {interval} {on_tasks}"
+    direction = "better" if low > 0 else "worse"
+    return f"the best prompts are {direction} by {figure(abs(mean))} {interval} {on_tasks}"

@@ -208,18 +208,20 @@ def _cells(
         column_of_step.update(dict.fromkeys(range(first, last + 1), column))
     episodes = {task: [0] * len(columns) for task in tasks}
     sums = {task: [0.0] * len(columns) for task in tasks}
-    for task, step, n, total in run.figures.outcomes_by_step(phase, run.config.on_failure, tasks):
-        column = column_of_step[step + 1]
-        episodes[str(task)][column] += n
-        sums[str(task)][column] += total or 0.0
+    for outcomes in run.figures.outcomes_by_step(phase, run.config.on_failure, tasks):
+        task = str(outcomes.task)
+        column = column_of_step[outcomes.step + 1]
+        episodes[task][column] += outcomes.episodes
+        sums[task][column] += outcomes.total or 0.0
 
     cells: dict[str, tuple[Cell, ...]] = {}
     for task in tasks:
-        of_task: list[Cell] = []
+        cells_of_task: list[Cell] = []
         for column, (first, last) in enumerate(columns):
             n = episodes[task][column]
-            of_task.append(Cell(sums[task][column] / n if n else None, n, first, last))
-        cells[task] = tuple(of_task)
+            mean = sums[task][column] / n if n else None
+            cells_of_task.append(Cell(value=mean, episodes=n, first=first, last=last))
+        cells[task] = tuple(cells_of_task)
     return cells
 
 

@@ -17,7 +17,9 @@ def show_by_setting(grouped: BySetting) -> RenderableType:
     title = Text(f"{grouped.figure}: means and 95% intervals over runs (Student's t)", style="bold")
     has_gain = any(group.gain for group in grouped.groups)
     has_difference = any(group.against_first for group in grouped.groups)
-    optional = [*(["since start>"] if has_gain else [])]
+    optional: list[str] = []
+    if has_gain:
+        optional.append("since start>")
     if has_difference:
         optional.append(f"less {grouped.groups[0].value}, by seed>")
     table = grid(grouped.setting, "runs>", "at the end>", *optional)

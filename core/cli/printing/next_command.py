@@ -137,21 +137,19 @@ def _replay(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _blame(a: argparse.Namespace, status: int) -> list[Words]:
-    """After `cotune blame`. If no role was swapped, suggest --reference. If a role is at fault, suggest to improve its
-    prompt or to train it. Otherwise suggest to look at the runs.
+    """After `cotune blame`: if a role is at fault, improve its prompt, or train it. If no role was swapped, run the
+    command again with a --reference to swap in. Otherwise show the runs.
     """
     result = getattr(a, "result", None)
     if result is None or a.json:
         return []
-    again = ["cotune", "blame", a.workflow, "--tasks", a.tasks or "tasks.jsonl"]
     if result.verdict == "named":
         role = result.at_fault[0]
-        improve = ["prompts", "improve", a.workflow, "--tasks", a.tasks, "--reflection", "gpt-5-mini"]
-        return [
-            ["cotune", *improve, "--set", f'roles=["{role}"]', "--out", "runs/prompts"],
-            ["cotune", "train", a.workflow, "--tasks", a.tasks, "--model", a.model or MODEL],
-        ]
+        improve = ["cotune", "prompts", "improve", a.workflow, "--tasks", a.tasks, "--reflection", "gpt-5-mini"]
+        improve += ["--set", f'roles=["{role}"]', "--out", "runs/prompts"]
+        return [improve, ["cotune", "train", a.workflow, "--tasks", a.tasks, "--model", a.model or MODEL]]
     if result.verdict == "untested" and not a.without:
+        again = ["cotune", "blame", a.workflow, "--tasks", a.tasks or "tasks.jsonl"]
         return [[*again, "--reference", "openai:gpt-5", "--out", "runs/swapped"]]
     return [["cotune", "show", _relative_path(result.path)]]
 

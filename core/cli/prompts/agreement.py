@@ -27,12 +27,12 @@ def may_begin_search(options: ImproveOptions, *, yes: bool, limited: bool, here:
     It may with `yes`, with a limit of the user's (`limited`), and if all models are on this machine (`here`: the models
     of the application are). Otherwise the user at the terminal is asked. Raises ConfigError without a terminal.
     """
-    if yes or limited or options.reflection is None or (here and _on_this_machine(options)):
+    costs_nothing = options.reflection is None or (here and _on_this_machine(options))
+    if yes or limited or costs_nothing:
         return True
-    text = (
-        f"The search may make {plural(options.max_calls, 'call')} of models: {options.reflection} writes texts, and "
-        f"{'policies of this machine answer' if here else 'the provider of the application answers'}."
-    )
+    answering = "policies of this machine answer" if here else "the provider of the application answers"
+    calls = plural(options.max_calls, "call")
+    text = f"The search may make {calls} of models: {options.reflection} writes texts, and {answering}."
     if not sys.stdin.isatty():
         raise ConfigError("max_cost", None, "is missing, and there is no terminal to ask at", f"{text} {_REMEDY}")
     tell(f"{text} {_REMEDY}")

@@ -28,15 +28,16 @@ def run(a: argparse.Namespace) -> int:
 
     first = read_prompts(a.prompts)
     if a.other:
-        others = {(part.kind, part.key, part.old, part.roles): part for part in read_prompts(a.other).parts}
+        # Parts of two files are the same part if they replace the same text at the same place, whatever their names.
+        other_parts = {(part.kind, part.key, part.old, part.roles): part for part in read_prompts(a.other).parts}
         pairs = []
         missing = []
         for part in first.parts:
-            other = others.get((part.kind, part.key, part.old, part.roles))
-            if other is None:
+            other_part = other_parts.get((part.kind, part.key, part.old, part.roles))
+            if other_part is None:
                 missing.append(part.name)
-            elif other.now != part.now:
-                pairs.append((part, part.now, other.now))
+            elif other_part.now != part.now:
+                pairs.append((part, part.now, other_part.now))
         if missing:
             tell(f"not in {a.other}: {', '.join(missing)}")
     else:

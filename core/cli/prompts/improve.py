@@ -77,6 +77,7 @@ def run(a: argparse.Namespace) -> int:
     trusted = False
     if a.resume:
         search = read_search(a.out)
+        # The code, addresses and keys that the folder names (its orders) need trust, unless the user names them too.
         set_by_user = set(named_options(a.config, fields))
         if a.workflow:
             set_by_user.add("workflow")

@@ -134,7 +134,7 @@ def _count_agreement(
     """
     left_out: Counter[str] = Counter()
     compared_groups = 0
-    alike = 0.0
+    agreeing = 0.0
     pairs = 0
     for members in groups:
         rewarded: dict[str, float] = {}
@@ -147,14 +147,14 @@ def _count_agreement(
         if len(members) < 2:
             left_out["alone in its group"] += 1
         labels_of_members = [label_of[member] for member in rewarded]
-        alike_in_group, pairs_in_group = count_pairs(labels_of_members, list(rewarded.values()))
+        agreeing_in_group, pairs_in_group = count_pairs(labels_of_members, list(rewarded.values()))
         if pairs_in_group > 0:
             compared_groups += 1
-        alike += alike_in_group
+        agreeing += agreeing_in_group
         pairs += pairs_in_group
     if not pairs:
         reasons = "; ".join(f"{count} x {reason}" for reason, count in left_out.items()) or "no two labels differ"
         need = "a call needs two candidates, or a task two episodes, with different labels"
         fault = f"leaves nothing to compare: {need} ({reasons})"
         raise ConfigError("labels", source, fault, EXAMPLE)
-    return Agreement(groups=compared_groups, pairs=pairs, alike=alike, left_out=dict(left_out))
+    return Agreement(groups=compared_groups, pairs=pairs, alike=agreeing, left_out=dict(left_out))
