@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from cotune.errors import ConfigError, LearnerLost, RequestRefused, SamplerError, error_line
@@ -149,21 +150,22 @@ class Engine:
             # A lost learner sends nothing, but the next one may.
             self.by_files_only = not isinstance(error, LearnerLost)
             try:
-                await self._count_files()
+                await self.info()
             except Exception:  # noqa: BLE001
                 self._counters[BY_FILES] += 1  # an engine that has failed does not tell its count
             raise
-        await self._count_files()
-
-    async def _count_files(self) -> None:
-        """Count the publications by files that the engine has counted since the last call."""
-        by_files = (await self.info()).counters.get(BY_FILES, 0)
-        self._counters[BY_FILES] += by_files - self.published_by_files
-        self.published_by_files = by_files
+        # The version is served now, whether or not the engine tells its count. Its next info has the count too.
+        with suppress(Exception):
+            await self.info()
 
     async def info(self) -> SamplerInfo:
-        """Ask the sampler for its info. Raises the same errors as `within`."""
-        return await self.within(self._health_timeout, self.sampler.info())
+        """Ask the sampler for its info, and count its publications by files since the last answer. Raises the same
+        errors as `within`."""
+        info = await self.within(self._health_timeout, self.sampler.info())
+        by_files = info.counters.get(BY_FILES, 0)
+        self._counters[BY_FILES] += by_files - self.published_by_files
+        self.published_by_files = by_files
+        return info
 
     async def probe(self) -> str | None:
         """Check that the engine answers and serves all published versions. Returns the fault, which takes the engine

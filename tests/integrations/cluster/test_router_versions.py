@@ -11,7 +11,7 @@ from cotune.errors import LearnerLost, RequestRefused, SamplerError, SyncError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import RemoteWeights, Weights, fingerprint
+from cotune.sampling.protocol import RemoteWeights, SamplerInfo, Weights, fingerprint
 from tests.integrations.cluster.fake_engines import BASE_MARK, FakeEngine, Site, weights_of
 from tests.integrations.cluster.routed import ROLE, fault, mark, marks, routed
 
@@ -181,6 +181,33 @@ def test_publications_by_files_are_counted_also_of_an_engine_that_has_restarted(
         site.now(1).by_files = 1
         await router.publish(PolicyRef("planner", 5), InLearner(5))
         assert (await router.info()).counters["published_by_files"] == 3
+
+    routed(site, scenario)
+
+
+def test_a_publication_that_arrived_succeeds_though_the_engine_does_not_tell_its_count_in_time() -> None:
+    site = Site(2)
+
+    async def scenario(router: RoutedSampler) -> None:
+        engine = site.now(1)
+        answer = engine.info
+        questions = 0
+
+        async def late_at_first() -> SamplerInfo:
+            nonlocal questions
+            questions += 1
+            if questions == 1:
+                await asyncio.sleep(3.0)  # longer than the time limit of a health check
+            return await answer()
+
+        engine.info = late_at_first  # type: ignore[method-assign]
+        engine.by_files = 1
+        await router.publish(ROLE, InLearner(11))
+        assert router._replicas[1].state == "healthy"
+        assert set(await marks(router, 4, ROLE)) == {11}
+        await asyncio.sleep(5.0)  # until the next health check
+        assert (await router.info()).counters["published_by_files"] == 1
+        assert len(site.engines[1]) == 1
 
     routed(site, scenario)
 
