@@ -70,9 +70,9 @@ def join_layers(network: Any, dtype: torch.dtype) -> AdapterCopies:
 
     # Each layer whose forward is replaced, and the linear layer that has its weight: a layer without adapters itself.
     layers: list[tuple[Any, nn.Linear]] = [(layer, layer.base_layer) for layer in adapted]
-    bases = {id(layer.base_layer) for layer in adapted}
+    parts_of_layers = {id(layer.base_layer) for layer in adapted} | _matrices_of_adapters(network)
     for layer in network.modules():
-        if type(layer) is nn.Linear and id(layer) not in bases:
+        if type(layer) is nn.Linear and id(layer) not in parts_of_layers:
             layers.append((layer, layer))
     for layer, base in layers:
         if base is not head and not base.weight.requires_grad:
@@ -86,6 +86,18 @@ def _is_adapted(layer: nn.Module) -> bool:
     from peft.tuners.lora import Linear
 
     return type(layer) is Linear and not layer.lora_variant and type(layer.base_layer) is nn.Linear
+
+
+def _matrices_of_adapters(network: Any) -> set[int]:
+    """Return the ids of the linear layers that are the matrices A and B of adapters. These look frozen while another
+    adapter is active, but they are trained in float32."""
+    from peft.tuners.lora import LoraLayer
+
+    matrices: set[int] = set()
+    for layer in network.modules():
+        if isinstance(layer, LoraLayer):
+            matrices.update(id(matrix) for matrix in [*layer.lora_A.values(), *layer.lora_B.values()])
+    return matrices
 
 
 def _forward(

@@ -28,6 +28,7 @@ from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import products
 from cotune.trainer.learner.memory.adapter_copies import AdapterCopies
 from cotune.trainer.learner.memory.pass_size import kept_bytes
+from cotune.trainer.learner.memory.products import compute_joined
 from cotune.trainer.learner.policy_model import PolicyModel
 from cotune.trainer.publish import Probe, sampled_gaps
 from tests.trainer.learner.fsdp_ranks import with_eps
@@ -53,6 +54,17 @@ def test_gradients_are_those_of_peft(base: str, monkeypatch: pytest.MonkeyPatch)
     assert joined["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-5)
     for name, array in expected.items():
         np.testing.assert_allclose(weights[name], array, atol=1e-6, err_msg=name)
+
+
+def test_the_adapters_of_all_roles_stay_in_float32(base: str) -> None:
+    """Only the first one is active when layers are joined, and PEFT has frozen the others until then."""
+    policies = policies_for("lora", ["a", "b"], SMALL)
+    models = open_policy_models(base, policies, change(FAST, dtype="bfloat16"), reference=[])
+    compute_joined(models["a"].logprob_model, "bfloat16")
+    for model in models.values():
+        assert {parameter.dtype for parameter in model.parameters().values()} == {torch.float32}
+        model.token_logprobs(make_rows())[0].sum().backward()
+        assert {parameter.grad.dtype for parameter in model.parameters().values()} == {torch.float32}
 
 
 @ROUNDING
