@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -231,31 +232,34 @@ class Analysis:
             await self.runs.score_again(self.tasks[:MOST_RESCORED])
 
     async def swap_roles(self) -> None:
-        """Run rounds until the options allow no further one. A round runs every task once in each arm.
+        """Run rounds until the options allow no further one.
 
-        After every second round, only the better half of the roles is swapped further: the roles whose swap to the
-        reference raises the outcome most. This choice depends on the runs alone, so an analysis that is continued
-        makes the same rounds.
+        A round runs every task once in each arm: with no role swapped to its reference, with all roles swapped, and,
+        for each live role, with only this role and with all roles but this one. All roles are live at first. After
+        every second round, the half of them whose swap raises the outcome least stops being live. This choice depends
+        on the runs alone, so an analysis that is continued makes the same rounds.
         """
         await self._run_pilot([OWN, ALL])
         expected_roles = list(dict.fromkeys([*self._swapped_roles(), *filter(None, self.references)]))
-        self._fit_tasks(len(arms_of_round(expected_roles, expected_roles)))
+        self._fit_tasks(arms_per_round=len(arms_of_round(expected_roles, expected_roles)))
         await self._require_named_roles("reference")
-        # A role may act on few tasks only, so all tasks are run before the roles are listed. Round 0 below makes these
-        # runs part of itself and adds its other arms.
-        await self.runs.run_round(self.tasks, [OWN, ALL], 0)
-        self.roles = roles = self._swapped_roles()
-        self.live = list(roles)
-        self.notes += self.runs.references.missing_policies(roles)
-        runs_per_task, rounds_done = 0, 0
-        while True:
-            arms = arms_of_round(self.live, roles)
+
+        # A role may act on few tasks only, so all tasks are run before the roles are listed. These runs are part of
+        # round 0: the loop below does not repeat them, and only adds the arms of single roles.
+        await self.runs.run_round(self.tasks, [OWN, ALL], round_number=0)
+        self.roles = self._swapped_roles()
+        self.live = list(self.roles)
+        self.notes += self.runs.references.missing_policies(self.roles)
+
+        runs_per_task = 0
+        for round_number in itertools.count():
+            arms = arms_of_round(self.live, self.roles)
             runs_per_task += len(arms)
             # The first round is always run.
-            if rounds_done > 0 and runs_per_task > self.options.runs:
+            if round_number > 0 and runs_per_task > self.options.runs:
                 break
-            await self.runs.run_round(self.tasks, arms, rounds_done)
-            rounds_done += 1
+            await self.runs.run_round(self.tasks, arms, round_number)
+            rounds_done = round_number + 1
             if rounds_done == 2 and self.runs.repeats_itself(arms):
                 self._note_repetition()
                 break
@@ -264,9 +268,8 @@ class Analysis:
 
     def _better_half(self, rounds_done: int) -> list[str]:
         """The half of the live roles whose swap to the reference raised the outcome most in the rounds so far."""
-        outcomes = self.runs.outcomes(self._task_ids, rounds_done)
-        # The scale only widens intervals. The means, which are compared here, do not depend on it.
-        effects = role_effects(outcomes, self.roles, scale=1.0)
+        outcomes = self.runs.outcomes(self._task_ids, most_runs=rounds_done)
+        effects = role_effects(outcomes, self.roles, outcomes.span().size)
         scores = {effect.role: effect.score.mean for effect in effects}
         return better_half([role for role in self.live if role in scores], scores)
 
@@ -275,7 +278,7 @@ class Analysis:
         await self._run_pilot([OWN])
         self.roles = self.live = list(self.references)
         arms = [OWN, *(Arm("only", role) for role in self.roles)]
-        self._fit_tasks(len(arms))
+        self._fit_tasks(arms_per_round=len(arms))
         await self._require_named_roles("without")
         for round_number in range(_removal_rounds(self.options)):
             await self.runs.run_round(self.tasks, arms, round_number)
@@ -286,9 +289,9 @@ class Analysis:
     async def redraw_failures(self) -> None:
         """Run each task once, and run each task that failed again up to `MOST_REDRAWS` times."""
         await self._run_pilot([OWN])
-        self._fit_tasks(1)
-        await self.runs.run_round(self.tasks, [OWN], 0)
-        span = self.runs.outcomes(self._task_ids, 1).span()
+        self._fit_tasks(arms_per_round=1)
+        await self.runs.run_round(self.tasks, [OWN], round_number=0)
+        span = self.runs.outcomes(self._task_ids, most_runs=1).span()
         own_runs = self.runs.own_runs(self._task_ids, span.middle)
         failed_tasks = []
         for task, runs_of_task in zip(self.tasks, own_runs, strict=True):
@@ -301,13 +304,13 @@ class Analysis:
             self._note_repetition()
 
     async def find_decisive_calls(self, chosen: str) -> None:
-        """Run the tasks as `redraw_failures` does, then search the decisive call of the worst failed episodes.
+        """Run the tasks, and failed ones again, then search the call that decided each of the worst failed episodes.
 
-        `chosen` is the value of the option `episodes`.
+        `chosen` is the value of the option `episodes`: the id of an episode, or "failed".
         """
         await self.redraw_failures()
         if self.runs.repeats_itself([OWN]):
-            return  # Every fork would end as its episode did.
+            return  # The application always gives the same answers, so every fork would fail as its episode did.
         episodes, cut_off = choose_episodes(self.runs, chosen)
         self.cut_off += cut_off
         if self.cut_off:
@@ -323,7 +326,7 @@ class Analysis:
     async def _run_pilot(self, arms: Sequence[Arm]) -> None:
         """Run the first tasks in each arm, to see the roles and the number of calls in a run. Raises WorkflowError if
         no run makes a call."""
-        await self.runs.run_round(self.tasks[:PILOT_TASKS], arms, 0)
+        await self.runs.run_round(self.tasks[:PILOT_TASKS], arms, round_number=0)
         if not self.runs.roles():
             raise WorkflowError("The workflow made no LLM call that cotune can see.", UNSEEN)
 
@@ -362,14 +365,14 @@ class Analysis:
         return runs
 
     async def _require_named_roles(self, option: str) -> None:
-        """Raise ConfigError for a role that the user names and that does not exist."""
-        named = [role for role in self.references if role]
-        if all(role in self.runs.roles() for role in named):
+        """Raise ConfigError for a role that the user names, with this `option`, and that does not exist."""
+        named_roles = [role for role in self.references if role]
+        if all(role in self.runs.roles() for role in named_roles):
             return
-        # The role may act on few tasks only.
-        await self.runs.run_round(self.tasks, [OWN], 0)
+        # A role may act on few tasks only, so run the tasks after the pilot too before calling it unknown.
+        await self.runs.run_round(self.tasks, [OWN], round_number=0)
         roles = self.runs.roles()
-        for role in named:
+        for role in named_roles:
             if role not in roles:
                 raise ConfigError(option, role, "is not a role of the application", f"Roles: {', '.join(roles)}")
 
@@ -391,8 +394,8 @@ class Analysis:
     def result(self) -> Blame:
         """The result of the runs so far. Raises RunError or WorkflowError if no run has a known outcome."""
         runs = self.runs
-        # Without a reference only failed tasks are run again, whose further runs say nothing about all tasks.
-        outcomes = runs.outcomes(self._task_ids, None if self.references else 1)
+        # Without a reference only tasks that failed are run again, so only the first run of each task is comparable.
+        outcomes = runs.outcomes(self._task_ids, most_runs=None if self.references else 1)
         own_outcomes = outcomes.means(OWN)
         left_out, failed = self._count_unusable_runs()
         if not own_outcomes:
@@ -448,11 +451,11 @@ class Analysis:
         )
 
     def _scoring_noise(self, outcomes: Outcomes) -> ScoringNoise | None:
-        """Measure how much outcomes change when the same run is scored twice; None if no run was.
+        """Measure how much outcomes change when the same run is scored twice; None if no run was scored twice.
 
-        `outcomes` are the outcomes of the result, with whose variance the noise is compared.
+        The noise is compared with the variance of `outcomes`, which are the outcomes of the result.
         """
-        outcome_pairs: list[tuple[float, float]] = []
+        outcome_pairs: list[tuple[float, float]] = []  # the first and the second outcome of a run
         for task_id in self._task_ids:
             run = self.runs.finished.get((OWN, task_id, 0))
             second_outcome = self.runs.second_outcomes.get(task_id)
@@ -473,25 +476,25 @@ class Analysis:
         role = effect.role
         arm = Arm("only", role) if self.options.without else only(role, self.roles)
         task_ids = set(self._task_ids)
-        counted = [run for run in self.runs.finished.values() if run.task in task_ids and not run.left_out]
-        own = [run for run in counted if run.arm == OWN]
-        swapped = [run for run in counted if run.arm == arm]
+        comparable = [run for run in self.runs.finished.values() if run.task in task_ids and not run.left_out]
+        own_runs = [run for run in comparable if run.arm == OWN]
+        swapped_runs = [run for run in comparable if run.arm == arm]
         reference = self.references.get(role) or self.references[""]
         # As with outcomes, the means of each task are compared: a task may have run more often in one arm.
         seconds, cost = Outcomes(), Outcomes()
-        for run in (*own, *swapped):
+        for run in (*own_runs, *swapped_runs):
             seconds.add(run.arm, run.task, run.seconds)
             cost.add(run.arm, run.task, run.cost)
         return RoleBlame(
             role=role,
             reference=reference.label,
-            calls=fmean(run.roles.get(role, 0) for run in own),
+            calls=fmean(run.roles.get(role, 0) for run in own_runs),
             score=effect.score.interval,
             alone=effect.alone.interval,
             last=effect.last.interval,
             seconds=_mean_change(seconds, arm),
             cost=_mean_change(cost, arm) if priced else None,
-            runs=max((run.number + 1 for run in swapped), default=0),
+            runs=max((run.number + 1 for run in swapped_runs), default=0),
         )
 
     def _count_unusable_runs(self) -> tuple[dict[str, int], int]:
@@ -567,7 +570,7 @@ class Analysis:
 
 
 def _mean_outcome(outcome_by_task: Mapping[str, float], span: Span) -> Interval | None:
-    """The mean over tasks with its interval, cut at the least and the greatest outcome; None without any task."""
+    """The mean over tasks with its interval, whose bounds stay within the span of outcomes; None without any task."""
     if not outcome_by_task:
         return None
     interval = estimate(list(outcome_by_task.values()), span.size).interval
@@ -578,14 +581,15 @@ def _mean_outcome(outcome_by_task: Mapping[str, float], span: Span) -> Interval 
 
 
 def _removal_effects(outcomes: Outcomes, roles: Sequence[str], span: Span) -> list[RoleEffect]:
-    """For each role, the change of the outcome when it answers a fixed text; without roles that no task tested."""
+    """How the outcome changes when a role answers a fixed text, for each role that was removed on at least one task."""
     effects = []
     for role in roles:
         change_by_task = difference(outcomes, Arm("only", role), OWN)
-        if change_by_task:
-            change = estimate(list(change_by_task.values()), span.size)
-            # Only one role is removed at a time, so there is no second figure to average with.
-            effects.append(RoleEffect(role=role, score=change, alone=change, last=change))
+        if not change_by_task:
+            continue
+        change = estimate(list(change_by_task.values()), span.size)
+        # Only one role is removed at a time, so all three figures of an effect are the same.
+        effects.append(RoleEffect(role=role, score=change, alone=change, last=change))
     return effects
 
 

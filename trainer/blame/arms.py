@@ -49,7 +49,7 @@ ALL = Arm("all")
 
 
 def arm_of(phase: str) -> Arm | None:
-    """The arm that was recorded under a phase; None for the phase of anything else."""
+    """The arm of the runs that were recorded under a phase; None for a phase that is no arm's."""
     if not phase.startswith(PHASES):
         return None
     kind, _, role = phase.removeprefix(PHASES).partition(" ")
@@ -83,8 +83,8 @@ def all_but(role: str, roles: Sequence[str]) -> Arm:
 
 
 def arms_of_round(live: Sequence[str], roles: Sequence[str]) -> list[Arm]:
-    """The arms of one round, without duplicates: the application as it is, all roles swapped, and two arms for each
-    role in `live`."""
+    """The arms of one round, without duplicates: no role swapped, all `roles` swapped, and two arms for each role in
+    `live`, with only this role swapped and with all roles but this one."""
     arms = [OWN, ALL]
     for role in live:
         arms += [only(role, roles), all_but(role, roles)]
@@ -92,6 +92,6 @@ def arms_of_round(live: Sequence[str], roles: Sequence[str]) -> list[Arm]:
 
 
 def better_half(live: Sequence[str], scores: Mapping[str, float]) -> list[str]:
-    """The half of the `live` roles with the highest scores, and at least two roles, which the next rounds swap."""
+    """The half of the `live` roles with the highest scores, but at least two roles. Only these stay live."""
     ranked = sorted(live, key=lambda role: -scores[role])
     return ranked[: max(2, (len(live) + 1) // 2)]

@@ -72,42 +72,46 @@ class ForkCounts:
 def draw_curves(counts: ForkCounts, rng: np.random.Generator, curves: int = CURVES) -> Floats:
     """Curves of V from their posterior, [curves, calls + 1]. The last value is the recorded outcome.
 
-    Segments of equal V are filtered forward: the evidence of the calls up to j is the sum over the last segment i..j of
-    the evidence before i, the probability of these jumps, and the beta-binomial likelihood of the segment. Then the
-    segments are drawn backward, and a level for each.
+    V is constant on segments of calls, with a level on each. Segments are filtered forward: the evidence of the calls
+    up to `end` is the sum over the start of the last segment of the evidence before it, the probability of these jumps,
+    and the beta-binomial likelihood of the segment. Then the segments are drawn backward, and a level for each.
     """
     calls = len(counts.forks)
+    # Totals over all earlier calls, [calls + 1]: the totals of a segment are a difference of two.
     forks = np.concatenate([[0.0], np.cumsum(counts.forks)])
     successes = np.concatenate([[0.0], np.cumsum(counts.successes)])
 
-    # 1. log_joint[i, j]: evidence of the calls 0..j with i..j as the last segment.
+    def level_posterior(start: Any, end: int) -> tuple[Any, Any]:
+        """The two parameters of the beta posterior of the level of the calls start..end."""
+        won = successes[end + 1] - successes[start]
+        lost = forks[end + 1] - forks[start] - won
+        return LEVEL_PRIOR + won, LEVEL_PRIOR + lost
+
+    # 1. log_joint[start, end]: log evidence of the calls 0..end if start..end is the last segment. log_evidence[n]: log
+    # evidence of the first n calls, whatever their segments.
     log_joint = np.full((calls, calls), -np.inf)
-    evidence = np.zeros(calls + 1)
+    log_evidence = np.zeros(calls + 1)
     for end in range(calls):
         starts = np.arange(end + 1)
-        won = successes[end + 1] - successes[starts]
-        lost = forks[end + 1] - forks[starts] - won
-        segments = betaln(LEVEL_PRIOR + won, LEVEL_PRIOR + lost) - betaln(LEVEL_PRIOR, LEVEL_PRIOR)
-        jumps = np.where(starts > 0, math.log(JUMP), 0.0)
-        stays = (end - starts) * math.log(1 - JUMP)
-        log_joint[: end + 1, end] = evidence[starts] + segments + jumps + stays
-        evidence[end + 1] = np.logaddexp.reduce(log_joint[: end + 1, end])
+        log_likelihoods = betaln(*level_posterior(starts, end)) - betaln(LEVEL_PRIOR, LEVEL_PRIOR)
+        log_jumps = np.where(starts > 0, math.log(JUMP), 0.0)
+        log_stays = (end - starts) * math.log(1 - JUMP)
+        log_joint[: end + 1, end] = log_evidence[starts] + log_likelihoods + log_jumps + log_stays
+        log_evidence[end + 1] = np.logaddexp.reduce(log_joint[: end + 1, end])
 
-    # 2. Draw the segments from the last call backward, and their levels. `ends` has the last call of each curve whose
-    # segment is not drawn yet. Curves with the same one are drawn together.
+    # 2. Draw the segments of each curve from the last call backward, and their levels. `ends` is the end of the next
+    # segment to draw, [curves]. All curves with the same end are drawn together.
     values = np.full((curves, calls + 1), counts.recorded)
     ends = np.full(curves, calls - 1)
     for end in reversed(range(calls)):
-        with_end = np.flatnonzero(ends == end)
-        shares = np.exp(log_joint[: end + 1, end] - evidence[end + 1])
-        starts = rng.choice(end + 1, size=len(with_end), p=shares / shares.sum())
-        ends[with_end] = starts - 1
+        curves_with_end = np.flatnonzero(ends == end)
+        probabilities = np.exp(log_joint[: end + 1, end] - log_evidence[end + 1])
+        starts = rng.choice(end + 1, size=len(curves_with_end), p=probabilities / probabilities.sum())
+        ends[curves_with_end] = starts - 1
         for start in np.unique(starts):
-            won = successes[end + 1] - successes[start]
-            lost = forks[end + 1] - forks[start] - won
-            in_segment = with_end[starts == start]
-            levels = rng.beta(LEVEL_PRIOR + won, LEVEL_PRIOR + lost, size=len(in_segment))
-            values[in_segment, start : end + 1] = levels[:, None]
+            curves_in_segment = curves_with_end[starts == start]
+            levels = rng.beta(*level_posterior(start, end), size=len(curves_in_segment))
+            values[curves_in_segment, start : end + 1] = levels[:, None]
     return values
 
 
@@ -218,24 +222,18 @@ class ForkSearch:
         self.spent += self.calls - call
 
     def next_forks(self) -> list[int]:
-        """The calls at which to fork next; empty when the search is over."""
+        """The calls at which to fork next, each as often as it is forked; empty when the search is over."""
         forks_so_far = sum(self.counts.forks)
-        candidates, middle = self._candidates()
-        if not forks_so_far:
-            call, batch = middle, 1
-        else:
-            rng = np.random.default_rng(random.Random(self._state()).getrandbits(32))
-            self.decision = consider(self.counts, rng, candidates)
-            call, batch = self.decision.next_fork, BATCH
-            if call is not None and call > self._furthest() and self._wall() < self.calls:
-                call = middle
+        call = self._choose_call()
         if call is None or self.errors_in_a_row >= MOST_ERRORS:
             return []
         if forks_so_far >= LEAST_FORKS and self.decision.probability >= CONFIDENCE:
             return []
 
-        reserve = 0.0
+        # The first fork is made alone. It decides little, and shows whether forks work at all.
+        batch, reserve = 1, 0.0
         if forks_so_far:
+            batch = BATCH
             chosen = call if self.decision.call is None else self.decision.call
             # The cost of fresh forks before and after the chosen call. In a short episode that is nearly all of the
             # budget, so at most half of it is reserved.
@@ -244,28 +242,33 @@ class ForkSearch:
             return []
         return [call] * batch
 
-    def _candidates(self) -> tuple[list[int], int | None]:
-        """The calls that a fork may still tell something about, and the middle one of those with no outcome behind
-        them (None without any)."""
-        # A call whose forks have no outcome would be chosen again and again, as its V stays unknown.
-        tried = [call for call in self.forkable if self.counts.forks[call] or self.without_outcome[call] < MOST_TRIES]
-        wall, furthest = self._wall(), self._furthest()
-        candidates = [call for call in tried if call <= wall]
-        # Beyond the furthest call it is not known yet whether the application repeats the episode. Bisection finds the
-        # first call that it does not repeat.
-        beyond = [call for call in candidates if call > furthest]
-        before_wall = [call for call in beyond if call < wall] or beyond
-        return candidates, before_wall[len(before_wall) // 2] if before_wall else None
+    def _choose_call(self) -> int | None:
+        """Update the decision from the forks so far, and return the call at which to fork next; None without any."""
+        # The application repeats the episode up to `furthest`, the last call with an outcome of a fork. Forks beyond
+        # `wall`, the first call after it at which a fork diverged, would diverge too.
+        furthest = max((call for call, forks in enumerate(self.counts.forks) if forks), default=-1)
+        wall = min((call for call in self.diverged if call > furthest), default=self.calls)
+        candidates = []
+        for call in self.forkable:
+            # A call whose forks have no outcome would be chosen again and again, as its V stays unknown.
+            is_given_up = not self.counts.forks[call] and self.without_outcome[call] >= MOST_TRIES
+            if call <= wall and not is_given_up:
+                candidates.append(call)
 
-    def _furthest(self) -> int:
-        """The last call with an outcome of a fork, up to which the application repeats the episode; -1 without any."""
-        return max((call for call, forks in enumerate(self.counts.forks) if forks), default=-1)
+        # Between `furthest` and `wall` it is not known yet whether the application repeats the episode. Bisection finds
+        # the first call that it does not repeat.
+        unproven = [call for call in candidates if call > furthest]
+        before_wall = [call for call in unproven if call < wall] or unproven
+        middle = before_wall[len(before_wall) // 2] if before_wall else None
 
-    def _wall(self) -> int:
-        """The first call beyond the furthest one at which a fork diverged; the number of calls if none did. Forks at
-        later calls would diverge too."""
-        furthest = self._furthest()
-        return min((call for call in self.diverged if call > furthest), default=self.calls)
+        if not any(self.counts.forks):
+            return middle
+        rng = np.random.default_rng(random.Random(self._state()).getrandbits(32))
+        self.decision = consider(self.counts, rng, candidates)
+        call_of_interest = self.decision.next_fork
+        if call_of_interest is not None and call_of_interest > furthest and wall < self.calls:
+            return middle
+        return call_of_interest
 
     def _state(self) -> str:
         """The seed and the counts as a text. Sums are rounded, as they depend on the order of their numbers."""
@@ -285,9 +288,10 @@ def _cost_before_and_after(calls: int, call: int) -> int:
 
 
 def loss_interval(before: Sequence[float], after: Sequence[float] | None, recorded: float = 0.0) -> Interval | None:
-    """V before a call less V after it, from fresh forks, with Newcombe's 95% interval; None without forks.
+    """How much a call loses: the mean outcome of forks before it less that of forks after it; None without forks.
 
-    `after` is None for the last call of an episode, after which stands the `recorded` outcome. Outcomes between 0 and 1
+    `before` and `after` are outcomes of fresh forks. `after` is None for the last call of an episode: then the
+    `recorded` outcome takes the place of its mean. The result has Newcombe's 95% interval. Outcomes between 0 and 1
     make the interval at most too wide.
     """
     if not before or (after is not None and not after):

@@ -211,7 +211,7 @@ def decide(outcomes: Outcomes, roles: Sequence[str], live: Sequence[str]) -> Ver
 
     # 1. Roles that stand in for each other: mending any one of them is enough, so not mending one loses nothing.
     redundant = [effect for effect in effects if effect.alone.least >= least and effect.last.mean < least]
-    tied_roles = _as_good_alone(outcomes, roles, redundant, span.size)
+    tied_roles = _roles_tied_with_best(outcomes, roles, redundant, span.size)
     if len(tied_roles) > 1:
         return Verdict(kind="either", roles=tuple(tied_roles))
 
@@ -240,14 +240,22 @@ def decide(outcomes: Outcomes, roles: Sequence[str], live: Sequence[str]) -> Ver
     return Verdict(kind="undecided", more_tasks=_more_tasks(effects, least))
 
 
-def _as_good_alone(outcomes: Outcomes, roles: Sequence[str], effects: Sequence[RoleEffect], scale: float) -> list[str]:
-    """The roles among `effects` whose mending alone may help as much as mending the best of them alone."""
+def _roles_tied_with_best(
+    outcomes: Outcomes, roles: Sequence[str], effects: Sequence[RoleEffect], scale: float
+) -> list[str]:
+    """The best of the roles in `effects`, and all others that it does not clearly beat.
+
+    The best role is the one whose swap, with no other role swapped, gains most. It beats another role if, with 95%
+    confidence, swapping only it gives better outcomes than swapping only the other.
+    """
     ranked = sorted(effects, key=lambda effect: -effect.alone.mean)
-    tied_roles = []
-    for effect in ranked:
-        best = ranked[0]
-        lead_of_best = difference(outcomes, only(best.role, roles), only(effect.role, roles))
-        if effect is best or estimate(list(lead_of_best.values()), scale).least <= 0:
+    if not ranked:
+        return []
+    best = ranked[0]
+    tied_roles = [best.role]
+    for effect in ranked[1:]:
+        lead_by_task = difference(outcomes, only(best.role, roles), only(effect.role, roles))
+        if estimate(list(lead_by_task.values()), scale).least <= 0:
             tied_roles.append(effect.role)
     return tied_roles
 
@@ -274,12 +282,12 @@ def _mean_score_of_pair(
 
 
 def _more_tasks(effects: Sequence[RoleEffect], least: float) -> int | None:
-    """About how many further tasks would decide, if the means stay as they are; None if that is beyond
-    `MOST_FURTHER_TASKS`."""
+    """About how many further tasks an undecided analysis needs, if the means stay as they are; None for more than
+    `MOST_FURTHER_TASKS`. `least` is the smallest effect that matters."""
     # If the first role seems to cost enough, its lower bound has to rise to `least`.
     score = effects[0].score
     if score.mean < least:
-        # Otherwise the likely verdict is that no role does, so the highest upper bound has to fall below `least`.
+        # Otherwise the likely verdict is "nobody", so the highest upper bound has to fall below `least`.
         score = max((effect.score for effect in effects), key=lambda candidate: candidate.most)
     gap = abs(score.mean - least)
     if gap == 0:
@@ -343,8 +351,8 @@ def luck(tasks: Sequence[OwnRuns], *, first_failed: bool = False) -> Interval | 
 
 
 def nameable_effect(tasks: int, runs: int, roles: int = 4) -> float | None:
-    """The smallest cost of a role, as a share of the span, that an analysis of this size names in about 4 of 5 cases;
-    None if the tasks are too few to name any role.
+    """The smallest cost of a role that an analysis of this size names in about 4 of 5 cases, as a share of the span of
+    outcomes; None if the tasks are too few to name any role.
 
     `runs` is the number of runs of each task. The estimate assumes `roles` roles, tasks that differ by the prior's
     spread, and outcomes of 0 and 1 of which three in four are equal.
@@ -352,9 +360,10 @@ def nameable_effect(tasks: int, runs: int, roles: int = 4) -> float | None:
     if tasks < LEAST_TASKS:
         return None
     # A round has 2 arms for the whole application and 2 for each live role. About 60% of the roles are live on average.
-    rounds = max(1.0, runs / (2 + 1.2 * roles))
-    # 0.75 * 0.25 is the variance of one outcome.
-    deviation = math.sqrt(PRIOR_SPREAD**2 + 0.19 / rounds)
+    runs_per_round = 2 + 2 * 0.6 * roles
+    rounds = max(1.0, runs / runs_per_round)
+    outcome_variance = 0.19  # 0.75 * 0.25
+    deviation = math.sqrt(PRIOR_SPREAD**2 + outcome_variance / rounds)
     degrees_of_freedom = tasks + PRIOR_OBSERVATIONS - 1
     # A one-sided test at 5% with a power of 80%.
     quantiles = float(stats.t.ppf(0.95, degrees_of_freedom)) + float(stats.norm.ppf(0.8))

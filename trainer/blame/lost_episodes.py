@@ -29,23 +29,19 @@ NOT_REPEATABLE = "no call can be repeated: a call failed, or a redactor changed 
 
 
 def choose_episodes(runs: Runs, chosen: str) -> tuple[list[Episode], int]:
-    """The failed episodes that the option `episodes` (`chosen`) names, the worst first: recorded ones, an id, or
-    "failed". With "failed", also the number of failed runs that are left out because they were cut off. Raises
-    ConfigError for an episode that did not fail."""
+    """Choose the failed episodes whose decisive call is searched, the worst first, by the option `episodes`.
+
+    These are the recorded episodes, if the analysis has any, or the episode with the id `chosen`, or, if `chosen` is
+    "failed", the first failure of each task. Also returns how many failed runs were left out because a limit or an
+    interruption cut them off. Raises ConfigError for an episode that did not fail.
+    """
     span = runs.span()
     if runs.recorded:
         failed = [runs.store.episode(id) for id in runs.recorded]
         failed.sort(key=lambda episode: (_outcome(runs, episode, span), episode.task.id))
         return failed[:MOST_EPISODES], 0
     if chosen != FAILED:
-        episode = runs.store.episode(runs.store.figures().episode_named(chosen))
-        if is_cut_off(runs.store, episode):
-            fault = "did not run to its end, because of a limit or an interruption"
-            raise ConfigError("episodes", chosen, fault, "Pass: failed. Runs that were cut off are made again.")
-        if episode.phase != OWN.phase or not has_failed(episode, runs.outcome_of(episode), span):
-            fault = "is not a failed run of the application as it is"
-            raise ConfigError("episodes", chosen, fault, "See them with: cotune show FOLDER. Or pass: failed")
-        return [episode], 0
+        return [_failed_episode(runs, chosen, span)], 0
 
     first_failure_by_task: dict[str, Episode] = {}
     cut_off = 0
@@ -56,6 +52,18 @@ def choose_episodes(runs: Runs, chosen: str) -> tuple[list[Episode], int]:
             first_failure_by_task.setdefault(episode.task.id, episode)
     ranked = sorted(first_failure_by_task.values(), key=lambda episode: _outcome(runs, episode, span))
     return ranked[:MOST_EPISODES], cut_off
+
+
+def _failed_episode(runs: Runs, id: str, span: Span) -> Episode:
+    """The episode with this id. Raises ConfigError if it is not a failed run of the application as it is."""
+    episode = runs.store.episode(runs.store.figures().episode_named(id))
+    if is_cut_off(runs.store, episode):
+        fault = "did not run to its end, because of a limit or an interruption"
+        raise ConfigError("episodes", id, fault, "Pass: failed. Runs that were cut off are made again.")
+    if episode.phase != OWN.phase or not has_failed(episode, runs.outcome_of(episode), span):
+        fault = "is not a failed run of the application as it is"
+        raise ConfigError("episodes", id, fault, "See them with: cotune show FOLDER. Or pass: failed")
+    return episode
 
 
 def _outcome(runs: Runs, episode: Episode, span: Span) -> float:
@@ -191,29 +199,30 @@ class Forking:
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def fork_fresh(self, block: Block, number: int) -> list[float]:
-        """Make fresh forks at a block until there are `number` of them, with those of an earlier command, and return
-        their outcomes."""
-        missing = number - len(self.fresh_values(block))
+    async def fork_fresh(self, block: Block, forks: int) -> list[float]:
+        """Make fresh forks at a block until it has `forks` of them, and return their outcomes. Fresh forks that an
+        earlier command made count."""
+        missing = forks - len(self.fresh_values(block))
         if missing > 0:
             await self.fork([block] * missing, FRESH_FORK)
         return self.fresh_values(block)
 
     async def fork_around(
-        self, index: int, number: int, calls: Sequence[CallRecord]
+        self, index: int, forks: int, calls: Sequence[CallRecord]
     ) -> tuple[list[float], list[float] | None]:
-        """Make fresh forks before and after a block, given by its index in the episode with these `calls`.
+        """Make fresh forks before and after a block, until there are `forks` of each.
 
-        Returns the outcomes of the forks before and after it. The second list is None for the last block of the
-        episode, and empty if the next block cannot be repeated.
+        `index` is the block's place in the episode, whose calls are `calls`. Returns the outcomes of the forks before
+        and after the block. The second list is None for the last block of the episode, and empty if the next block
+        cannot be repeated.
         """
-        before = await self.fork_fresh(self.blocks[index], number)
+        before = await self.fork_fresh(self.blocks[index], forks)
         if index + 1 == len(self.blocks):
             return before, None
         next_block = self.blocks[index + 1]
         if not can_repeat_before(calls, next_block[0]):
             return before, []
-        return before, await self.fork_fresh(next_block, number)
+        return before, await self.fork_fresh(next_block, forks)
 
     def fresh_values(self, block: Block) -> list[float]:
         """The outcomes of the fresh forks that were made at a block."""
@@ -221,8 +230,8 @@ class Forking:
         return [value for value in values if value is not None]
 
     def fresh_made(self, index: int) -> int:
-        """How many fresh forks were made both at a block, given by its index, and at the next one. There is no fork
-        after the last block, so only its own forks count."""
+        """The number of fresh forks that both the block at `index` and the next block have. There is no fork after the
+        last block, so only its own forks count."""
         block_and_next = self.blocks[index : index + 2]
         return min(len(self.fresh_values(block)) for block in block_and_next)
 

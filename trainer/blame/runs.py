@@ -205,27 +205,31 @@ class Runs:
             elif episode.phase == JUDGING:
                 self._count_judging(episode)
 
-    async def run_round(self, tasks: Sequence[Task], arms: Sequence[Arm], number: int) -> None:
-        """Run each task once in each arm, except for runs that are finished. The runs get this `number` within their
-        task and arm.
+    async def run_round(self, tasks: Sequence[Task], arms: Sequence[Arm], round_number: int) -> None:
+        """Run each task once in each arm, except for the runs of this round that are finished already.
 
-        Raises BudgetReachedError before the first run if the runs do not all fit into the limits, ConfigError if a
-        limit of money cannot be kept, RunError if the models of an arm cannot be reached.
+        An arm is a choice of roles whose answers are swapped. Raises BudgetReachedError before the first run if the
+        runs do not all fit into the limits, ConfigError if a limit of money cannot be kept, RunError if the models of
+        an arm cannot be reached.
         """
-        due = [(arm, task) for task in tasks for arm in arms if self._is_due((arm, task.id, number))]
-        if not due:
+        runs_to_make = []
+        for task in tasks:
+            for arm in arms:
+                if self._is_due((arm, task.id, round_number)):
+                    runs_to_make.append((arm, task))
+        if not runs_to_make:
             return
-        self._require_room(len(due))
+        self._require_room(len(runs_to_make))
         # None stands for a run that a limit did not let begin.
         results: list[FinishedRun | None] = []
         if not self.finished:
-            # The number of calls in a run is known once the first run has ended.
-            arm, task = due.pop(0)
-            results.append(await self._run_task(arm, task, number))
-            self._require_room(len(due))
+            # The first run goes alone: once it has ended, the number of calls in a run is known.
+            arm, task = runs_to_make.pop(0)
+            results.append(await self._run_task(arm, task, round_number))
+            self._require_room(len(runs_to_make))
         try:
             async with asyncio.TaskGroup() as group:
-                batch = [group.create_task(self._run_task(arm, task, number)) for arm, task in due]
+                batch = [group.create_task(self._run_task(arm, task, round_number)) for arm, task in runs_to_make]
         except BaseExceptionGroup as errors:
             # All runs usually raise the same error, such as a framework that is too old. Raise it once, without the
             # group, and prefer an error whose message names the fix.
@@ -257,17 +261,17 @@ class Runs:
                 )
 
     def _is_due(self, key: RunKey) -> bool:
-        """Whether a run is still to be made: this process has not tried it, and no earlier command finished it."""
+        """Whether a run must still be made: this process has not tried it, and no earlier command finished it."""
         run = self.finished.get(key)
         return key not in self._tried and (run is None or run.left_out in UNFINISHED)
 
-    async def _run_task(self, arm: Arm, task: Task, number: int) -> FinishedRun | None:
-        """Run a task in an arm. Returns None, without a run, if it could pass a limit because earlier runs took more
-        calls than expected."""
+    async def _run_task(self, arm: Arm, task: Task, round_number: int) -> FinishedRun | None:
+        """Run a task in an arm, the choice of roles whose answers are swapped. Returns None, without a run, if the run
+        could pass a limit because earlier runs took more calls than expected."""
         flow = replace(self.workflow, prompts=self.references.prompts(arm))
         options = EpisodeOptions(
             phase=arm.phase,
-            rollout=number,
+            rollout=round_number,
             timeout=self.options.timeout,
             # Forks and second scores return the recorded results, so no tool runs twice.
             record_tools=self.options.tools == "recorded",
@@ -275,9 +279,9 @@ class Runs:
         async with self._gate:
             if self._running + 1 > self.affordable_runs():
                 return None
-            self._tried.add((arm, task.id, number))
+            self._tried.add((arm, task.id, round_number))
             limited = LimitedResponder(self, self.references.responder(arm))
-            episode = await self._run_and_judge(flow, task, limited, limited, options)
+            episode = await self._run_and_judge(flow, task, limited, responder=limited, options=options)
             run = self._keep_run(arm, episode)
         if run.left_out == "infrastructure" and arm not in self._errors:
             # The error of the call names the cause. The application may have raised a more general error from it.
@@ -293,7 +297,8 @@ class Runs:
     ) -> Episode:
         """Run one episode to its end and have it judged.
 
-        `responder` answers its calls. It may repeat recorded answers, and passes all other calls to `limited`.
+        `responder` answers the calls of the episode. It is `limited` itself, or it repeats recorded answers and passes
+        all other calls to `limited`, which counts them.
         """
         self._running += 1
         try:
@@ -337,7 +342,7 @@ class Runs:
         async with self._gate:
             if self._running + 1 > self.affordable_runs():
                 raise self._budget_reached(1)
-            episode = await self._run_and_judge(flow, task, limited, responder, options)
+            episode = await self._run_and_judge(flow, task, limited, responder=responder, options=options)
             fork = self._keep_fork(episode)
         if episode.id in self._not_judged or has_refused_call(self.store.calls(episode.id, lean=True)):
             raise self._budget_reached(1)
