@@ -91,7 +91,7 @@ def host_work(rows: list[TrainRow], budget: int) -> dict[str, float]:
             with timed("calls of the attention"):
                 TreePass(inputs.tree, CPU, blocks=inputs.blocks)
             with timed("places of tokens"):
-                at = tokens.at(micro)
+                at = tokens.indices_of(micro)
                 tokens.counted[at].nonzero()
     return seconds
 

@@ -51,7 +51,7 @@ def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator
     by_conversation = conversation_numbers(rows)
     by_prompt = _number_keys([(row.prompt_ids, row.images) for row in rows])
     by_row = list(range(len(rows)))
-    # Each of these lists has the number of each row's unit. Try the largest units first.
+    # Each list numbers the units of rows that stay together. Try the largest units first.
     for unit_of_row in (by_conversation, by_prompt, by_row):
         batches = _distribute_units(unit_of_row, steps, generator)
         if all(0 < len(batch) <= size for batch in batches):
@@ -60,8 +60,8 @@ def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator
 
 
 def _distribute_units(unit_of_row: Sequence[int], steps: int, generator: torch.Generator) -> list[list[int]]:
-    """Distribute the indices of rows over mini-batches of similar size. Rows with the same unit go into the same
-    one."""
+    """Distribute the indices of rows over `steps` mini-batches of similar size. A unit is a set of rows that stay
+    together: `unit_of_row` has the number of each row's unit."""
     rows_of_unit: dict[int, list[int]] = {}
     for row, unit in enumerate(unit_of_row):
         rows_of_unit.setdefault(unit, []).append(row)
@@ -94,13 +94,15 @@ def conversation_numbers(rows: Sequence[TrainRow]) -> list[int]:
     order, common = sort_sequences(prompts)
     conversation_of: dict[tuple[int, ...], int] = {}
     # In sorted order a prompt comes after its beginnings. `beginnings` are the prompts that the present one begins
-    # with, the shortest first, and the shortest names the conversation.
+    # with, itself included, the shortest first. A prompt has the conversation of the shortest, or opens a new one.
     beginnings: list[tuple[int, ...]] = []
     for index, shared in zip(order, common, strict=True):
+        prompt = prompts[index]
         while beginnings and len(beginnings[-1]) > shared:
             beginnings.pop()
-        beginnings.append(prompts[index])
-        conversation_of[prompts[index]] = conversation_of.get(beginnings[0], len(conversation_of))
+        beginnings.append(prompt)
+        new_conversation = len(conversation_of)  # no conversation has this number yet
+        conversation_of[prompt] = conversation_of.get(beginnings[0], new_conversation)
     return _number_keys([conversation_of[prompt] for prompt in prompt_of_row])
 
 

@@ -72,68 +72,72 @@ class GradientChecks:
         """The tensors that their last step did not change, with the largest step of their entries, in halves of a unit
         in the last place."""
         self.steps = 0
+        """Number of steps that were checked, also before a resume."""
         self._optimizer = optimizer
         self._dtype = dtype
         self._group = group or SingleProcess()
         self._watched: dict[str, _WatchedEntry] = {}
-        self._counts = torch.zeros(3, dtype=torch.float64)  # the counts of `_Reach`, over the steps of an update
+        self._counts = torch.zeros(3, dtype=torch.float64)  # sums of `_NextStep.counts` over the steps of an update
         self._new_metrics: dict[str, float] = {}
         self._reported: set[str] = set()
+        """Names of metrics that an earlier update has returned. Each is returned once."""
 
     def before_step(self) -> None:
         """Store the value of one entry of each tensor that has a gradient, and the size of its coming step."""
         names = list(self.pending)
-        reaches = [_reach(self.pending[name], self._optimizer) for name in names]
-        largest_of_ranks = self._group.max(torch.tensor([reach.largest for reach in reaches])).tolist()
-        counts = torch.tensor([reach.counts for reach in reaches], dtype=torch.float64).reshape(-1, 3)
+        next_steps = [_examine_step(self.pending[name], self._optimizer) for name in names]
+        largest_of_ranks = self._group.max(torch.tensor([step.largest for step in next_steps])).tolist()
+        counts = torch.tensor([step.counts for step in next_steps], dtype=torch.float64).reshape(-1, 3)
         self._counts = self._counts + self._group.sum(counts.sum(0))
         self._watched = {}
-        for name, reach, largest in zip(names, reaches, largest_of_ranks, strict=True):
+        for name, step, largest in zip(names, next_steps, largest_of_ranks, strict=True):
             if largest == 0:
                 continue  # no gradient, on any rank
             # Only the rank that has the entry with the largest step can compare it.
-            if reach.largest == largest:
-                value = _entry_value(self.pending[name], reach.entry)
-                self._watched[name] = _WatchedEntry(largest, reach.entry, value)
+            if step.largest == largest:
+                value = _entry_value(self.pending[name], step.entry)
+                self._watched[name] = _WatchedEntry(half_units=largest, entry=step.entry, value=value)
             else:
-                self._watched[name] = _WatchedEntry(largest, None, 0.0)
+                self._watched[name] = _WatchedEntry(half_units=largest, entry=None, value=0.0)
 
     def after_step(self) -> None:
         """Compare the entries with their values before the step. Raises LearnerError if an entry has not changed
         although its step was too large to be rounded away."""
         no_gradients = all(parameter.grad is None for parameter in self.pending.values())
-        # A step whose gradients are all zero says nothing about the tensors, so it is not counted.
+        # A step whose gradients are all zero says nothing about the tensors, so it is not counted. A step without any
+        # gradient is, because `after_update` reports it.
         if self._watched or no_gradients:
             self.steps += 1
+        # Whether each watched entry is unchanged, as the rank sees it that has the entry.
         unchanged_here = [
             watched.entry is not None and _entry_value(self.pending[name], watched.entry) == watched.value
             for name, watched in self._watched.items()
         ]
         unchanged = self._group.max(torch.tensor(unchanged_here, dtype=torch.float32)).tolist()
         for (name, watched), is_unchanged in zip(self._watched.items(), unchanged, strict=True):
-            reach = watched.reach
-            if is_unchanged and reach > SURE:
+            half_units = watched.half_units
+            if is_unchanged and half_units > SURE:
                 raise LearnerError(
                     f"Tensor {name} has a gradient but did not move in its first optimizer step, which reaches "
-                    f"{reach:.3g} times half a unit in the last place.",
+                    f"{half_units:.3g} times half a unit in the last place.",
                     "The optimizer does not have the trained tensors: report this with the versions of torch and peft.",
                 )
-            if self._dtype == "bfloat16" and reach < BFLOAT16:
-                self._new_metrics[f"lost_bfloat16/{name}"] = reach / BFLOAT16
+            if self._dtype == "bfloat16" and half_units < BFLOAT16:
+                self._new_metrics[f"lost_bfloat16/{name}"] = half_units / BFLOAT16
             if is_unchanged:
-                self.lost[name] = reach
-                self._new_metrics[f"lost/{name}"] = reach
+                self.lost[name] = half_units
+                self._new_metrics[f"lost/{name}"] = half_units
             else:
                 self.lost.pop(name, None)
                 del self.pending[name]
 
     def after_update(self, policy: str) -> dict[str, float]:
-        """Return the metrics of the update:
+        """Return the metrics of the update. A step is lost if it is below half a unit in the last place of its entry,
+        so that rounding removes it.
 
         - `lost_tensors`: the number of tensors that no step has changed yet
-        - `lost_share`: the share of entries whose step was below half a unit in the last place, over the tensors that
-          were checked; absent if none was
-        - `lost/<tensor>`, once for each tensor whose largest step was below that: this step, in half units
+        - `lost_share`: the share of entries with a lost step, over the tensors that were checked; absent if none was
+        - `lost/<tensor>`, once for each tensor whose largest step was lost: this step, in half units
 
         With passes in bfloat16, there are also `lost_share_bfloat16` and `lost_bfloat16/<tensor>` for its precision. A
         pass sees these steps once several of them have added up in float32.
@@ -159,9 +163,9 @@ class GradientChecks:
             metrics["lost_share"] = lost / entries
             if self._dtype == "bfloat16":
                 metrics["lost_share_bfloat16"] = lost_in_bfloat16 / entries
-        for name, reach in self._new_metrics.items():
+        for name, half_units in self._new_metrics.items():
             if name not in self._reported:
-                metrics[name] = reach
+                metrics[name] = half_units
         self._reported |= self._new_metrics.keys()
         self._counts = torch.zeros(3, dtype=torch.float64)
         self._new_metrics = {}
@@ -171,15 +175,15 @@ class GradientChecks:
 class _WatchedEntry(NamedTuple):
     """The entry of a tensor with the largest step of all ranks. On ranks that do not have it, `entry` is None.
 
-    `reach` is the size of its step, in half units in the last place, and `value` its value before the step.
+    `half_units` is the size of its step, in half units in the last place, and `value` its value before the step.
     """
 
-    reach: float
+    half_units: float
     entry: int | None
     value: float
 
 
-class _Reach(NamedTuple):
+class _NextStep(NamedTuple):
     """The next step of this rank's part of a tensor, in half units in the last place of float32.
 
     `largest` is the largest step, and `entry` the index of its entry. `counts` are three numbers of entries: with a
@@ -191,14 +195,11 @@ class _Reach(NamedTuple):
     counts: tuple[int, int, int]
 
 
-def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
-    """Compute the next step of every entry of this rank's part of a tensor, from its gradient and the optimizer's
-    moments, and summarize how far the entries will move."""
-    index = 0
-    largest = 0.0
-    counts = torch.zeros(3, dtype=torch.int64)
+def _examine_step(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _NextStep:
+    """Compute how far the next step will move each entry of this rank's part of a tensor, from its gradient and the
+    optimizer's moments. Returns the largest of these steps, and counts of entries."""
     if parameter.grad is None:
-        return _Reach(index, largest, (0, 0, 0))
+        return _NextStep(entry=0, largest=0.0, counts=(0, 0, 0))
     # AdamW's step depends on the learning rate and betas of the tensor's group.
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     state = optimizer.state.get(parameter, {})
@@ -208,23 +209,26 @@ def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
     if "exp_avg" in state:
         tensors += [state["exp_avg"], state["exp_avg_sq"]]
         steps_taken = int(state["step"])
+    entry = 0
+    largest = 0.0
+    counts = torch.zeros(3, dtype=torch.int64)
     chunks = zip(*(local_shard(tensor).reshape(-1).split(CHUNK) for tensor in tensors), strict=True)
     for number, (value, gradient, *moments) in enumerate(chunks):
         if not value.numel():
             continue  # this rank has no part of the tensor
-        size = _adam_step(group, steps_taken, gradient, *moments).abs()
-        # The distance to the next float32 number: a step below half of it is rounded away.
+        step = _adam_step(group, steps_taken, gradient, *moments).abs()
+        # A unit is the distance to the next float32 number: a step below half of it is rounded away.
         unit = torch.nextafter(value.abs(), value.new_tensor(torch.inf)) - value.abs()
-        reach = size / (unit / 2).clamp(min=torch.finfo(torch.float32).tiny)
-        index_in_chunk = int(reach.argmax())
-        if reach[index_in_chunk] > largest:
-            index = number * CHUNK + index_in_chunk
-            largest = float(reach[index_in_chunk])
-        has_step = size > 0
-        lost = has_step & (reach < 1)
-        lost_in_bfloat16 = has_step & (reach < BFLOAT16)
+        half_units = step / (unit / 2).clamp(min=torch.finfo(torch.float32).tiny)
+        entry_in_chunk = int(half_units.argmax())
+        if half_units[entry_in_chunk] > largest:
+            entry = number * CHUNK + entry_in_chunk
+            largest = float(half_units[entry_in_chunk])
+        has_step = step > 0
+        lost = has_step & (half_units < 1)
+        lost_in_bfloat16 = has_step & (half_units < BFLOAT16)
         counts += torch.stack([has_step.sum(), lost.sum(), lost_in_bfloat16.sum()]).cpu()
-    return _Reach(index, largest, tuple(counts.tolist()))
+    return _NextStep(entry, largest, tuple(counts.tolist()))
 
 
 def _adam_step(

@@ -257,12 +257,12 @@ class LocalLearner:
             trained_rows = model.without_forced_tokens(rows)
             split = mini_batches(trained_rows, settings.mini_batch, self._order[policy])
             tokens = UpdateTokens(trained_rows, loss, advantages)
-            passed = [loss.moves_alone or moves for moves in tokens.moves]
+            passed = [loss.moves_alone or has_advantage for has_advantage in tokens.has_advantage]
             halved_before = size.halved
 
             # Compute log pi before the first step. The loss's mask compares it with the sampler's.
             compute_before = partial(self._logprobs_before, model, tokens, split, passed)
-            tokens.compare(size.run_in_memory(compute_before))
+            tokens.set_old(size.run_in_memory(compute_before))
             row_metrics = {**tokens.masked_share(), "rows": float(sum(passed))}
             batches = _batches_with_tokens(split, tokens.lengths.tolist())
             if not batches:
@@ -275,7 +275,7 @@ class LocalLearner:
 
             # Compute the metrics. All ranks exchange sums here, so the order of these lines is the same on all.
             loss_mean = float(self._group.sum(steps.losses).mean())
-            self._seen[policy] = tokens.seen(self._group)
+            self._seen[policy] = tokens.gather_figures(self._group)
             step_metrics = steps.metrics(policy)
             token_metrics = sums.metrics(self._group)
             seconds = time.perf_counter() - started
@@ -314,8 +314,8 @@ class LocalLearner:
             # If memory runs out, the gradients of the passes so far are dropped, and all passes are made again.
             steps.losses[number] = size.run_in_memory(backward, reset=self._optimizers[policy].zero_grad)
             steps.checkpointed += size.checkpointed
-            moves = any(update.tokens.moves[i] for i in batch)
-            steps.norms[number] = self._step(policy, lr_scale, moves=moves)
+            must_move = any(update.tokens.has_advantage[i] for i in batch)
+            steps.norms[number] = self._step(policy, lr_scale, must_move=must_move)
         return steps
 
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
@@ -441,22 +441,24 @@ class LocalLearner:
         """Compute log pi before the update, [N], for the tokens whose later passes need it; NaN for other tokens. None
         if no token needs it.
 
-        The first mini-batch does not need it: its own passes compute the same, as the weights have not changed yet. A
-        loss with a mask needs log pi of all rows, also of rows that are not `passed`. The passes are the same as in the
-        update, because other passes round differently in bfloat16.
+        `split` has the row numbers of each mini-batch, in the order of the steps. The first one does not need log pi:
+        its own passes compute the same, as the weights have not changed yet. A loss with a mask needs log pi of all
+        rows, also of rows that are not `passed`. The passes are the same as in the update, because other passes round
+        differently in bfloat16.
         """
         rows = tokens.rows
         has_mask = tokens.loss.mask != "none"
-        left_out: Sequence[int] = () if has_mask else split[0]
-        needed = split if has_mask else split[1:]
-        batches = [[row for row in batch if passed[row]] for batch in needed]
+        batches_before = split if has_mask else split[1:]
+        batches = [[row for row in batch if passed[row]] for batch in batches_before]
         if has_mask:
             batches.append([row for row in range(len(rows)) if not passed[row]])
         if not any(batches):
             return None
         logprobs = self._logprobs(model, rows, [batch for batch in batches if batch])
-        is_left_out = torch.isin(tokens.row, torch.tensor(left_out).long()).to(logprobs.device)
-        return logprobs.masked_fill_(is_left_out, torch.nan)
+        if not has_mask:
+            is_in_first_batch = torch.isin(tokens.row, torch.tensor(split[0]).long()).to(logprobs.device)
+            logprobs.masked_fill_(is_in_first_batch, torch.nan)
+        return logprobs
 
     def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Batches) -> Tensor:
         """Compute log pi_train of the response tokens of the rows in `batches`, [N]. It is 0 for other rows."""
@@ -485,13 +487,12 @@ class LocalLearner:
                 yield from zip(micro, values.split(lengths_of(inputs.rows)), strict=True)
 
     def _count_skipped(self, update: Update, batch: Sequence[int]) -> None:
-        """Add the rows of a mini-batch that no pass computes to the metrics, on rank 0."""
+        """Count the tokens of a mini-batch's rows that no pass computes in the metrics, on rank 0 only."""
         skipped = [row for row in batch if not update.passed[row]]
         tokens = update.tokens
         if skipped and self._group.rank == 0:
-            tokens_of_rows = tokens.at(skipped)
-            at = tokens_of_rows[tokens.counted[tokens_of_rows]]
-            update.sums.skip(tokens.row[at], to_device(tokens.sampler[at], update.model.device))
+            indices = tokens.counted_indices_of(skipped)
+            update.sums.skip(tokens.row[indices], to_device(tokens.sampler[indices], update.model.device))
 
     def _backward(self, update: Update, batch: Sequence[int]) -> Tensor:
         """Add up the gradients of one mini-batch (numbers of rows). Returns this rank's part of its loss.
@@ -524,15 +525,15 @@ class LocalLearner:
             temperature = to_device(tokens.temperatures(computed.rows), model.device)
             gradients = logit_gradients(computed.slope, computed.tokens.new, temperature)
             update.sums.add(computed.rows, computed.tokens, computed.loss, gradients, computed=computed.computed)
-            tokens.note(computed.rows, computed.tokens)
+            tokens.add_figures(computed.rows, computed.tokens)
         return loss_sum
 
-    def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
+    def _step(self, policy: str, lr_scale: float, *, must_move: bool) -> float:
         """Take one optimizer step with the present gradients, and clear them. Returns their norm before clipping.
 
         Gradients that are not finite are not applied. Gradients of zero are not applied either, so that momentum alone
-        moves no weight. `moves` says whether any row of the mini-batch has an advantage: only then must the step change
-        the weights.
+        moves no weight. With `must_move`, because a row of the mini-batch has an advantage, it is checked that the step
+        changes the weights.
         """
         model = self._policies[policy]
         optimizer = self._optimizers[policy]
@@ -542,7 +543,7 @@ class LocalLearner:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(model, settings) * lr_scale
             checks = self._gradient_checks[policy]
-            is_checked = moves and lr_scale > 0 and bool(checks.pending)
+            is_checked = must_move and lr_scale > 0 and bool(checks.pending)
             if is_checked:
                 checks.before_step()
             if norm > 0.0:

@@ -181,11 +181,11 @@ def _importance_weights(spec: LossSpec, tokens: Tokens) -> _ImportanceWeights:
 def _clipped_gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Return the negative policy loss of each token, before weights, and whether the clip stops its gradient."""
     advantage = tokens.advantage
-    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
+    nothing_clipped = torch.zeros_like(ratio, dtype=torch.bool)
     if spec.ratio == "none":
-        return advantage * tokens.new, nowhere
+        return advantage * tokens.new, nothing_clipped
     if spec.style == "none":
-        return ratio * advantage, nowhere
+        return ratio * advantage, nothing_clipped
 
     low, high = 1.0 - spec.clip_low, 1.0 + spec.clip_high
     below = ratio.detach() < low

@@ -101,21 +101,26 @@ def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
     segment_tokens: list[Ints] = []
     added_ranks: list[int] = []  # sorted
     # The longest sequences first, so that each branch finds its trunk in the tree.
-    for rank in sorted(range(len(order)), key=lambda at: -len(sequences[order[at]])):
+    for rank in sorted(range(len(order)), key=lambda rank: -len(sequences[order[rank]])):
+        sequence = order[rank]
         nearest_rank, shared = _nearest_sequence(added_ranks, rank, common)
         ancestors = paths[order[nearest_rank]][:shared]
-        branch = arrays[order[rank]][shared:].astype(np.int64)
+        new_tokens = arrays[sequence][shared:].astype(np.int64)
         start = len(segment_of_token)
+        end = start + len(new_tokens)
         # A sequence that is the beginning of another one, or equal to it, adds no token.
-        if len(branch):
+        if len(new_tokens):
             trunk = segment_of_token[ancestors[-1]] if shared else -1
-            segment_of_token += [len(segments)] * len(branch)
-            segments.append(Segment(start, len(segment_of_token), ancestors, trunk))
-            segment_tokens.append(branch)
-        paths[order[rank]] = np.concatenate([ancestors, np.arange(start, len(segment_of_token))])
+            segment_of_token += [len(segments)] * len(new_tokens)
+            segments.append(Segment(start, end, ancestors, trunk))
+            segment_tokens.append(new_tokens)
+        paths[sequence] = np.concatenate([ancestors, np.arange(start, end)])
         insort(added_ranks, rank)
 
-    depths = [np.arange(len(s.ancestors), len(s.ancestors) + s.end - s.start) for s in segments]
+    depths = []
+    for segment in segments:
+        depth = len(segment.ancestors)
+        depths.append(np.arange(depth, depth + segment.end - segment.start))
     places, lasts = _walk_tree(len(segment_of_token), [paths[number] for number in order], common)
     return TokenTree(np.concatenate(segment_tokens), np.concatenate(depths), paths, segments, places, lasts)
 
@@ -142,8 +147,9 @@ def _walk_tree(tokens: int, paths: Sequence[Ints], common: Ints) -> tuple[Ints, 
 def _nearest_sequence(added_ranks: Sequence[int], rank: int, common: Ints) -> tuple[int, int]:
     """Find the sequence in the tree that shares most first tokens with the sequence of this rank.
 
-    `added_ranks` are the ranks of the sequences in the tree, sorted. Returns the rank and the number of shared tokens;
-    two zeros if nothing is shared.
+    A rank is the place of a sequence in lexicographic order. `added_ranks` are the ranks of the sequences in the tree,
+    sorted. `common` [n] has how many first tokens each sequence shares with the one before it in this order. Returns
+    the rank and the number of shared tokens; two zeros if nothing is shared.
     """
     # In sorted order the nearest sequence is a neighbour. Two sequences share the least that any two neighbours between
     # them share.
@@ -206,7 +212,8 @@ def attention_blocks(tree: TokenTree) -> list[Block]:
     units.sort(key=lambda unit: (_is_branch(unit), _count_keys(unit), _count_queries(unit)), reverse=True)
     blocks = []
     units_of_block = [units[0]]
-    needed = _count_queries(units[0]) * _count_keys(units[0])  # scores of the block without padding
+    # A score is a product of a query and a key. `needed` counts the scores of the present block without padding.
+    needed = _count_queries(units[0]) * _count_keys(units[0])
     for unit in units[1:]:
         needed_with_unit = needed + _count_queries(unit) * _count_keys(unit)
         most_queries = max(_count_queries(unit), *(_count_queries(other) for other in units_of_block))
@@ -235,7 +242,9 @@ def _attention_units(segments: Sequence[Segment]) -> list[list[Segment]]:
             joint = [*units[-1], segment]
             deepest = len(joint[0].ancestors)
             shared_path = len(segment.ancestors)
-            if JOINT_BRANCHES * max(_count_queries(joint), deepest - shared_path) <= shared_path:
+            # A branch must not see the other branches of its unit, and not the part of the trunk below its own start.
+            needless_keys = max(_count_queries(joint), deepest - shared_path)
+            if JOINT_BRANCHES * needless_keys <= shared_path:
                 units[-1] = joint
                 continue
         units.append([segment])
@@ -257,19 +266,19 @@ def _count_keys(unit: Sequence[Segment]) -> int:
 
 
 def _build_block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
-    """Build the block of `units`, with a row for each unit, padded to the longest one."""
+    """Build the block of `units`, lists of segments that attend together: a row for each, padded to the longest."""
     rows = len(units)
     most_queries = max(map(_count_queries, units))
     most_keys = max(map(_count_keys, units))
     queries = np.zeros((rows, most_queries), np.int64)
     keys = np.zeros((rows, most_keys), np.int64)
     real = np.zeros(queries.shape, np.bool_)
-    # Roots see all keys up to their own, so they need no spans. The spans of padded keys are empty: they begin after
-    # every place of the tree.
+    # The fields of `Spans`, for a block with branches. Roots see all keys up to their own, so they need no spans. The
+    # spans of padded keys are empty: they begin after every place of the tree.
     has_branch = any(map(_is_branch, units))
-    place = np.zeros(queries.shape, np.int32)
-    first = np.full(keys.shape, len(tree.tokens), np.int32)
-    last = np.zeros(keys.shape, np.int32)
+    query_places = np.zeros(queries.shape, np.int32)
+    key_places = np.full(keys.shape, len(tree.tokens), np.int32)
+    key_lasts = np.zeros(keys.shape, np.int32)
     for row, unit in enumerate(units):
         unit_queries = np.concatenate([np.arange(segment.start, segment.end) for segment in unit])
         unit_keys = np.concatenate([unit[0].ancestors, unit_queries])
@@ -278,22 +287,25 @@ def _build_block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
         keys[row, : len(unit_keys)] = unit_keys
         if not has_branch:
             continue
-        place[row] = tree.places[unit_keys[0]]  # also of padding, which then sees its first key
-        place[row, : len(unit_queries)] = tree.places[unit_queries]
-        first[row, : len(unit_keys)] = tree.places[unit_keys]
-        last[row, : len(unit_keys)] = tree.lasts[unit_keys]
-    return Block(queries, keys, real, Spans(place, first, last) if has_branch else None)
+        query_places[row] = tree.places[unit_keys[0]]  # also of padding, which then sees its first key
+        query_places[row, : len(unit_queries)] = tree.places[unit_queries]
+        key_places[row, : len(unit_keys)] = tree.places[unit_keys]
+        key_lasts[row, : len(unit_keys)] = tree.lasts[unit_keys]
+    spans = Spans(place=query_places, first=key_places, last=key_lasts) if has_branch else None
+    return Block(queries, keys, real, spans)
 
 
 def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:
     """Cut sequences into parts of at most `budget` tokens. Tokens that the sequences of a part share count once.
 
     The cuts are chosen so that few tokens are computed twice and there are few parts. A sequence over the budget is a
-    part of its own. The sequences have the order, and the `common`, of `sort_sequences`. Returns the first sequence of
-    each part, and the number of sequences.
+    part of its own. The sequences are sorted (`sort_sequences`). `lengths` [n] are their numbers of tokens, and
+    `common` [n] are the numbers of first tokens that each has in common with the one before it. Returns the index of
+    the first sequence of each part, and, at the end, the number of sequences.
     """
     # Dynamic programming over the end of the last part: `best[end]` is the least cost of the first `end` sequences, and
-    # `start_of[end]` is the start of their last part. A part costs `price`, and the tokens that it computes again.
+    # `start_of[end]` is the start of their last part. A part costs `price`, and the tokens that it shares with the part
+    # before, which it computes again.
     price = max(1, budget // PASS_PRICE)
     ends, starts = _distinct_token_sums(lengths, common)
     best = np.zeros(len(lengths) + 1, np.int64)
@@ -313,7 +325,8 @@ def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:
 
 
 def distinct_tokens(lengths: Ints, common: Ints, cuts: Sequence[int]) -> int:
-    """Count the tokens that the parts between `cuts` compute. Tokens that the sequences of a part share count once."""
+    """Count the tokens that the parts between `cuts` compute. Tokens that the sequences of a part share count once.
+    The arguments are as in `cuts_within`."""
     ends, starts = _distinct_token_sums(lengths, common)
     return int(sum(ends[end] - starts[start] for start, end in pairwise(cuts)))
 
@@ -322,7 +335,8 @@ def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
     """Cut the sequences, in their order, into `parts` parts so that the largest part is as small as possible.
 
     The size of a part is its number of tokens, with shared tokens counted once. With few sequences, parts may be empty.
-    Returns the cuts, with the first and the last one at the ends.
+    The sequences are sorted: `lengths` and `common` are as in `cuts_within`. Returns the index of the first sequence of
+    each part, and, at the end, the number of sequences.
     """
     ends, starts = _distinct_token_sums(lengths, common)
 
@@ -331,8 +345,8 @@ def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
         small, the parts do not reach the last sequence, and the last cut is below the number of sequences."""
         cuts = [0]
         for _ in range(parts):
-            # The part that starts here may reach up to this position in `ends`. Once all sequences are cut, the
-            # remaining parts are empty.
+            # The part that starts here ends at the last sequence whose sum in `ends` is at most this. Once all
+            # sequences are cut, the remaining parts are empty.
             furthest_end = starts[cuts[-1]] + most if cuts[-1] < len(lengths) else ends[-1]
             cuts.append(int(np.searchsorted(ends, furthest_end, "right")) - 1)
         return cuts
@@ -347,10 +361,10 @@ def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
 
 
 def _distinct_token_sums(lengths: Ints, common: Ints) -> tuple[Ints, Ints]:
-    """Return two arrays that count distinct tokens: the sequences from `start` to `end` have
-    ends[end] - starts[start] distinct tokens.
+    """Return two arrays, `ends` [n + 1] and `starts` [n], that count the distinct tokens of sorted sequences.
 
-    `ends` is [n + 1] and `starts` is [n]. Both are in ascending order.
+    The sequences from `start` to before `end` have ends[end] - starts[start] distinct tokens. Both arrays ascend. The
+    arguments are as in `cuts_within`.
     """
     ends = np.concatenate([[0], (lengths - common).cumsum()])
     return ends, ends[:-1] - common

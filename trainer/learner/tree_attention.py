@@ -212,6 +212,7 @@ class FlexAttention:
 def _block_mask(place: Tensor, last: Tensor, is_seen: Callable[..., Tensor]) -> Any:
     """Make the mask that torch's `create_block_mask` makes from `is_seen`, with less memory.
 
+    `place` and `last` [T] are the places of the tokens, and of the ends of their subtrees, in a walk through the tree.
     Torch's function makes a mask of T x T entries: 4.3 GB at 65,536 tokens, and several times as much for its steps.
     """
     from torch.nn.attention.flex_attention import BlockMask
@@ -222,16 +223,18 @@ def _block_mask(place: Tensor, last: Tensor, is_seen: Callable[..., Tensor]) -> 
     fully_seen = torch.empty_like(partly_seen)
     for start in range(0, blocks, MASK_ROWS):
         rows = slice(start, start + MASK_ROWS)
-        queries = place.view(blocks, FLEX_BLOCK)[rows].reshape(-1, 1)
-        tiles = ((place <= queries) & (queries <= last)).view(-1, FLEX_BLOCK, blocks, FLEX_BLOCK)
+        query_places = place.view(blocks, FLEX_BLOCK)[rows].reshape(-1, 1)
+        seen = (place <= query_places) & (query_places <= last)  # [queries of these rows, T]
+        tiles = seen.view(-1, FLEX_BLOCK, blocks, FLEX_BLOCK)  # [rows, queries, blocks, keys]
         partly_seen[rows] = tiles.any(3).any(1)
         fully_seen[rows] = tiles.all(3).all(1)
 
     def blocks_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of key blocks in `mask` for each query block, [1, 1, blocks], and the numbers of all key blocks
-        with these first, [1, 1, blocks, blocks]."""
-        numbers = mask.int().argsort(stable=True, dim=1, descending=True)
-        return mask.sum(1, dtype=torch.int32)[None, None], numbers.int()[None, None]
+        """Return a mask [blocks, blocks] in torch's form: for each block of queries, how many blocks of keys the mask
+        selects, [1, 1, blocks], and the indices of all blocks of keys, the selected ones first, [1, 1, blocks,
+        blocks]."""
+        indices = mask.int().argsort(stable=True, dim=1, descending=True)
+        return mask.sum(1, dtype=torch.int32)[None, None], indices.int()[None, None]
 
     lengths = len(place), len(place)
     return BlockMask.from_kv_blocks(

@@ -43,10 +43,11 @@ class UpdateTokens:
 
         rows        0      1    2
         tokens      a b c  d e  f
-        row [N]     0 0 0  1 1  2      `at([2, 0])` = 5 0 1 2
+        row [N]     0 0 0  1 1  2      `indices_of([2, 0])` = 5 0 1 2
 
     `counted` [N] says which tokens count: they are not masked in their row and not rejected by the loss's mask. Other
-    tokens have no gradient and are in no denominator and no metric. `moves` [R] says which rows have an advantage.
+    tokens have no gradient and are in no denominator and no metric. `has_advantage` [R] says which rows have an
+    advantage other than 0.
     """
 
     def __init__(self, rows: Sequence[TrainRow], loss: LossSpec, advantages: Sequence[Floats] | None = None) -> None:
@@ -54,18 +55,20 @@ class UpdateTokens:
         them. Without it, each token has the advantage of its row."""
         lengths = lengths_of(rows)
         self.rows = rows
-        self.old: Tensor | None = None
-        """[N] log pi before the update, on the learner's device. It is NaN (or None for all tokens) if no pass needs it
-        before the first step."""
         self.loss = loss
         self._starts = np.cumsum([0, *lengths])
         self.row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+        """[N] the number of each token's row."""
+        self.old: Tensor | None = None
+        """[N] log pi before the update, on the learner's device. It is NaN (or None for all tokens) if no pass needs it
+        before the first step."""
         self.sampler = _concatenate([array("f", row.logprobs) for row in rows])  # array reads a tuple fastest
+        """[N] log pi of the sampler, which drew the tokens."""
         if advantages is None:
-            self.moves = [bool(row.advantage) for row in rows]
+            self.has_advantage = [bool(row.advantage) for row in rows]
             self._advantage = torch.tensor([row.advantage for row in rows], dtype=torch.float32)[self.row]
         else:
-            self.moves = [bool(row_advantages.any()) for row_advantages in advantages]
+            self.has_advantage = [bool(row_advantages.any()) for row_advantages in advantages]
             self._advantage = _concatenate(advantages)
         self._temperature = torch.tensor([row.temperature for row in rows], dtype=torch.float32)
         self._exploration = torch.tensor([row.exploration for row in rows], dtype=torch.float32)
@@ -79,12 +82,17 @@ class UpdateTokens:
         self._pending_figures: list[tuple[Tensor, Tensor]] = []
         self._teacher = _teacher_logprobs(rows) if loss.kl and loss.kl_to != "untrained" else None
 
-    def at(self, rows: Sequence[int]) -> Tensor:
+    def indices_of(self, rows: Sequence[int]) -> Tensor:
         """Return the indices of these rows' tokens in the flat tensors, in the order of `rows`."""
         return torch.cat([torch.arange(self._starts[row], self._starts[row + 1]) for row in rows])
 
-    def compare(self, old: Tensor | None) -> None:
-        """Store log pi before the update, `old`, and leave out the tokens that the loss's mask rejects."""
+    def counted_indices_of(self, rows: Sequence[int]) -> Tensor:
+        """Return the indices of these rows' tokens that count, in the order of `rows`."""
+        indices = self.indices_of(rows)
+        return indices[self.counted[indices]]
+
+    def set_old(self, old: Tensor | None) -> None:
+        """Store `old`, log pi before the update, and no longer count the tokens that the loss's mask rejects by it."""
         self.old = old
         if self.loss.mask != "none" and old is not None and self.counted.any():
             mismatch = old.cpu() - self.sampler
@@ -94,7 +102,7 @@ class UpdateTokens:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """The number of tokens of each row that count, [R]. Call `compare` first."""
+        """The number of tokens of each row that count, [R]. Call `set_old` first, which decides which tokens count."""
         return self._per_row(self.counted)
 
     @cached_property
@@ -143,23 +151,22 @@ class UpdateTokens:
 
     def temperatures(self, rows: Sequence[int]) -> Tensor:
         """Return the sampling temperature of the tokens of these rows that count, [N], on the CPU."""
-        at = self.at(rows)
-        return self._temperature[self.row[at[self.counted[at]]]]
+        return self._temperature[self.row[self.counted_indices_of(rows)]]
 
     def masked_share(self) -> dict[str, float]:
         """Return `masked_share`: of the tokens that the rows' own masks keep, the share that the loss's mask rejects.
         With several roles, each role also has one, as `<role>/masked_share`."""
-        unmasked = Counter[str]()
-        counted = Counter[str]()
         unmasked_of_row = self._per_row(self._unmasked).tolist()
         counted_of_row = self.lengths.tolist()
-        for number, row in enumerate(self.rows):
-            unmasked[row.role] += unmasked_of_row[number]
-            counted[row.role] += counted_of_row[number]
-        shares = {"masked_share": 1.0 - counted.total() / max(unmasked.total(), 1)}
-        if len(unmasked) > 1:
-            for role in sorted(unmasked):
-                shares[f"{role}/masked_share"] = 1.0 - counted[role] / max(unmasked[role], 1)
+        unmasked_by_role = Counter[str]()
+        counted_by_role = Counter[str]()
+        for row, unmasked, counted in zip(self.rows, unmasked_of_row, counted_of_row, strict=True):
+            unmasked_by_role[row.role] += unmasked
+            counted_by_role[row.role] += counted
+        shares = {"masked_share": 1.0 - counted_by_role.total() / max(unmasked_by_role.total(), 1)}
+        if len(unmasked_by_role) > 1:
+            for role in sorted(unmasked_by_role):
+                shares[f"{role}/masked_share"] = 1.0 - counted_by_role[role] / max(unmasked_by_role[role], 1)
         return shares
 
     def of_pass(
@@ -172,7 +179,7 @@ class UpdateTokens:
         log-probabilities under the untrained ones.
         """
         device = new.device
-        tokens_of_pass = self.at(rows)
+        tokens_of_pass = self.indices_of(rows)
         counted = self.counted[tokens_of_pass]
         at = tokens_of_pass[counted]  # [N] indices into the tensors of the update
         row_in_pass = torch.arange(len(rows)).repeat_interleave(self.lengths[torch.tensor(rows)])
@@ -206,19 +213,18 @@ class UpdateTokens:
             rows=len(rows),
         )
 
-    def note(self, rows: Sequence[int], tokens: Tokens) -> None:
-        """Store the figures of a pass over `rows` for `seen`. `tokens` are its tokens that count."""
+    def add_figures(self, rows: Sequence[int], tokens: Tokens) -> None:
+        """Store log pi and entropy of the tokens of a pass over `rows` that count, which are `tokens`."""
         if tokens.entropy is not None:
-            tokens_of_pass = self.at(rows)
-            at = tokens_of_pass[self.counted[tokens_of_pass]]
             figures = torch.stack([tokens.new, tokens.entropy]).detach().float()
-            self._pending_figures.append((at, figures))
+            self._pending_figures.append((self.counted_indices_of(rows), figures))
 
-    def seen(self, group: ProcessGroup) -> dict[str, CandidateTokens]:
-        """Return the figures of the tokens that `note` has stored on any rank, by the id of their row. Rows without any
-        are left out."""
-        for at, values in self._pending_figures:  # copied only now, so that no pass has waited for the GPU
-            self._figures[:, at] = values.cpu()
+    def gather_figures(self, group: ProcessGroup) -> dict[str, CandidateTokens]:
+        """Return the figures of all tokens that `add_figures` has stored on any rank, by the id of their row. Rows
+        without such a token are left out."""
+        # The figures are copied only now, so that no pass has waited for the GPU.
+        for indices, values in self._pending_figures:
+            self._figures[:, indices] = values.cpu()
         self._pending_figures.clear()
 
         # Each token is computed by one rank at most. The others add 0 to its figures.

@@ -104,13 +104,15 @@ class PassSize:
         return dict(self._sizes)
 
     def choose(self, longest: int, computed: Callable[[int], int]) -> bool:
-        """Choose whether the next passes are checkpointed, and return it. Their longest row has `longest` tokens.
+        """Choose whether the next passes are checkpointed, that is, whether they compute layers again in the backward
+        pass to save memory. Returns the choice. Their longest row has `longest` tokens.
 
         `computed` returns the number of tokens that passes of a size compute: tokens that rows share are computed in
         each pass, so small passes compute more.
         """
         plain_size, checkpointed_size = self._sizes[False], self._sizes[True]
         longest_without = max(plain_size, self._longest_plain_row)
+        # A size of 0 says that checkpointed passes are not possible.
         needs_checkpointing = checkpointed_size > 0 and longest > longest_without
         if self._always or needs_checkpointing:
             self.checkpointed = True
@@ -137,16 +139,25 @@ class PassSize:
                 "Set learner.memory higher, or shorten prompts or sampling.max_tokens.",
             )
 
-    def adapt(self, fits: Mapping[bool, int], wanted: Mapping[bool, int], room: float, most: int, where: str) -> None:
+    def adapt(
+        self,
+        fits: Mapping[bool, int],
+        wanted: Mapping[bool, int],
+        *,
+        room: float,
+        longest_row: int,
+        memory_name: str,
+    ) -> None:
         """Choose the sizes for an update that begins with `room` bytes for a pass.
 
-        `fits` has the most tokens that fit into memory for each kind of pass, and `wanted` the wanted sizes. `most` is
-        the length of the longest row that fits into the memory that `where` names, in a pass of any kind. Sizes that
-        were halved when memory ran out grow only if there is more room than then.
+        `fits` has the most tokens that fit into memory for each kind of pass, by whether it is checkpointed, and
+        `wanted` the sizes that the settings ask for. `longest_row` is the length of the longest row that fits into
+        memory in a pass of any kind, and `memory_name` names this memory in errors. Sizes that were halved when memory
+        ran out grow only if there is more room than then.
         """
         self._longest_plain_row = fits[False]
-        self._longest_row = most
-        self._memory_name = where
+        self._longest_row = longest_row
+        self._memory_name = memory_name
         may_grow = room > GROWTH * self._room_when_halved
         for checkpointed, tokens in wanted.items():
             if may_grow or not self._is_halved[checkpointed]:
@@ -240,6 +251,8 @@ class PassSizes:
             self._sizes[network] = PassSize(LEAST, alone=group.size == 1, always=always)
 
         self.choose()
+
+        # On a CPU, large models gain from an allocator that keeps pages, if there is memory for the gaps between them.
         device = next(iter(self._networks.values())).device.type
         if device == "cpu" and any(_is_large(model) for model in self._networks.values()):
             limit = self._measure_room().limit
@@ -266,7 +279,9 @@ class PassSizes:
                 fits[checkpointed] = self._least_of_ranks(room.planned / bytes_of_token, model)
                 wanted[checkpointed] = _pass_tokens(settings, fits[checkpointed], model.device.type)
             longest_row = self._least_of_ranks(room.limit / least_bytes, model)
-            self._sizes[network].adapt(fits, wanted, room.planned, longest_row, room.limit_name)
+            self._sizes[network].adapt(
+                fits, wanted, room=room.planned, longest_row=longest_row, memory_name=room.limit_name
+            )
 
     def has_room(self, tokens: int) -> bool:
         """Whether passes of this number of tokens fit into the memory that is free now. If the settings name a size,
@@ -295,8 +310,9 @@ class PassSizes:
             # Only one policy has gradients at a time, but all keep their moments.
             most_gradients = max(most_gradients, sum(GRADIENT_BYTES * p.numel() for p in parameters))
             new_moments += sum(MOMENT_BYTES[self._settings.optimizer] * p.numel() for p in parameters if p not in state)
-        to_come = (most_gradients + new_moments) // self._group.size
-        return _free_room(next(iter(self._policies.values())), self._settings, to_come + int(self._fixed))
+        # Ranks share gradients and moments evenly.
+        reserved = (most_gradients + new_moments) // self._group.size + int(self._fixed)
+        return _free_room(next(iter(self._policies.values())), self._settings, reserved)
 
 
 def _pass_tokens(settings: LearnerSettings, fit: int, device: str) -> int:
@@ -484,8 +500,11 @@ def usual_share(room: float, total: float, device: str) -> float:
 
 
 def keeps_pages(memory: PassMemory, sizes: Mapping[bool, int], room: float) -> bool:
-    """Return whether pages may stay allocated during updates: a pass of either kind, with its gaps, fits into `room`
-    bytes. `sizes` has the tokens of a pass by whether it is checkpointed."""
+    """Return whether the allocator may keep pages of freed tensors during updates, which saves time and leaves gaps.
+
+    It may if a pass of either kind, with its gaps, fits into `room` bytes. `sizes` has the tokens of a pass by whether
+    it is checkpointed.
+    """
     for checkpointed, tokens in sizes.items():
         needed = tokens * memory.planned(checkpointed=checkpointed) + memory.gaps(tokens, checkpointed=checkpointed)
         if needed > room:
