@@ -298,10 +298,10 @@ def _error_of_all_episodes(
     An outage is named only if every episode ended in one.
     """
     failed_call = next((call for call in failed if call.status != "cancelled"), None)
-    others = [error for error in errors if not isinstance(error, Outage)]
-    if not others:
+    errors_of_workflow = [error for error in errors if not isinstance(error, Outage)]
+    if not errors_of_workflow:
         return _outage_of_all_episodes(errors, failed_call)
-    first = others[0]
+    first = errors_of_workflow[0]
     cause = first.cause
     remedy = first.remedy
     if not calls:

@@ -15,7 +15,9 @@ from cotune.trainer.run.checkpoint import write_best
 from cotune.trainer.run.run import RolloutRun
 
 
-def judged_figures(held_out: Mapping[str, float], policies: Mapping[str, list[str]], seats: bool) -> dict[str, float]:
+def judged_figures(
+    held_out: Mapping[str, float], policies: Mapping[str, list[str]], *, seats: bool
+) -> dict[str, float]:
     """Return the figure by which an evaluation judges each policy; a policy without a figure is left out.
 
     `policies` has the roles of each policy by name. All policies are judged by `success`. Without it, or if each role
@@ -110,11 +112,12 @@ def find_best(run: RolloutRun) -> list[str]:
 
 
 def _best_checkpoints(run: RolloutRun, lines: Sequence[Mapping[str, Any]], current: str = "") -> dict[str, Best]:
-    """The best held-out evaluation of each policy in these lines of metrics.jsonl. Of equal ones, the earliest.
+    """The best held-out evaluation of each policy in these lines of metrics.jsonl. If several are equal, the earliest.
 
     A run that starts from other policies (`init`) may be best before its first step. With `keep_best`, an evaluation
     counts only if its checkpoint exists, or is `current`, which is about to be written.
     """
+    # Figures of games and of ordinary evaluations cannot be compared: if any evaluation is a game, only games count.
     evaluated = [(line["step"] + 1, line["held_out"]) for line in lines if line["held_out"]]
     games = [(steps, held_out) for steps, held_out in evaluated if is_game(held_out)]
     if games:
@@ -141,4 +144,4 @@ def _figures(run: RolloutRun, held_out: Mapping[str, float]) -> dict[str, float]
         if roles := policies.roles_of(name):
             roles_of_policy[name] = roles
     seats = any(recipe.attribution.seats for recipe in run.recipes_of_training)
-    return judged_figures(held_out, roles_of_policy, seats)
+    return judged_figures(held_out, roles_of_policy, seats=seats)

@@ -207,8 +207,8 @@ async def _evaluate(
     say = partial(print_line, console)
 
     @contextlib.contextmanager
-    def shown(mode: str) -> Iterator[Callable[[Episode], None]]:
-        """Show the progress of a mode while it plays, and yield the function to call after each episode."""
+    def show_progress(mode: str) -> Iterator[Callable[[Episode], None]]:
+        """Show a bar of progress while a mode runs, and yield the function to call after each episode."""
         lineup = contest.lineups.get(mode)
         samples = options.samples
         if lineup is not None and lineup.temperature == 0:
@@ -254,7 +254,7 @@ async def _evaluate(
             deployed_params=SamplingParams(max_tokens=options.max_tokens or context_length),
             prices=options.prices,
             goal=goal,
-            on_mode=shown,
+            on_mode=show_progress,
         )
         report = msgspec.structs.replace(report, notes=(*report.notes, *prompt_use.lines()))
         if assignments:
@@ -304,8 +304,9 @@ async def evaluate_modes(
     evaluations: dict[str, EvaluatedMode] = {}
 
     async def play(label: str, lineup: Lineup, goal: Goal | None) -> None:
-        """Play one lineup and store its result under `label`."""
-        player = None  # the application's own provider
+        """Run the tasks with one lineup, the choice of who plays each role, and store the result under `label`."""
+        # The responder that answers the calls; None for the application's own provider.
+        player = None
         if lineup.policies is not None:
             player = dataclasses.replace(
                 responder,
@@ -326,7 +327,10 @@ async def evaluate_modes(
             # Today's model gets the application's own prompts: edited prompts belong to the side it is compared with.
             flow = dataclasses.replace(workflow, prompts=None) if player is None else workflow
             played_mode = await evaluate_episodes(flow, episodes, player, label=label, prices=prices, goal=goal)
-            unlisted = {} if lineup.others is not None and lineup.others.by_intent else played_mode.unlisted
+            # Calls of roles without a policy are reported, unless the user chose who answers them.
+            unlisted = played_mode.unlisted
+            if lineup.others is not None and lineup.others.by_intent:
+                unlisted = {}
             evaluations[label] = msgspec.structs.replace(played_mode, temperature=lineup.temperature, unlisted=unlisted)
 
     # 1. The modes. Rewards are final once all have run: a failed episode gets the lowest reward of any mode.

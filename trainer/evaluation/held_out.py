@@ -120,7 +120,8 @@ def _share_lowest(
         if steps not in stored_figures:
             continue  # The evaluation before the first step has no line.
         figures = _figures(evaluation, base if steps else None)
-        if figures.items() - stored_figures[steps].items():
+        has_changed = bool(figures.items() - stored_figures[steps].items())
+        if has_changed:
             revised[steps] = figures
     if revised:
         progress.say(
@@ -144,9 +145,10 @@ def _stored(run: RolloutRun, steps: int) -> EvaluatedMode | None:
     report = read_if_whole(file) if file.is_file() else None
     if report is None:
         return None
-    tasks = {task.id for task in run.held_out}
-    evaluations = [evaluation for evaluation in report.evaluations.values() if evaluation.endings.keys() == tasks]
-    return evaluations[-1] if evaluations else None  # an evaluation that is stored with it is the base
+    held_out = {task.id for task in run.held_out}
+    evaluations = [evaluation for evaluation in report.evaluations.values() if evaluation.endings.keys() == held_out]
+    # The evaluation before training, with which this one is compared, is stored in front of it.
+    return evaluations[-1] if evaluations else None
 
 
 def _store(
@@ -251,4 +253,6 @@ async def _play(
     if await run.interruptible(work) is None:
         return None
     goal = goal_of_policies(run.recipes, run.config.on_failure, run.trained, run.workflow.bounds)
-    return replace(summarise(label, sink, 0.0, {}, goal), temperature=run.config.sampling.temperature)
+    # Seconds and prices are left out: metrics.jsonl has the seconds of each phase.
+    evaluation = summarise(label, sink, seconds=0.0, prices={}, goal=goal)
+    return replace(evaluation, temperature=run.config.sampling.temperature)

@@ -230,7 +230,7 @@ def contest_of_run(
     notes: list[str] = []
     for mode in modes:
         if mode == "today":
-            lineups[mode] = Lineup(None, "app")
+            lineups[mode] = Lineup(policies=None, temperature="app")
         elif mode == "base":
             lineups[mode] = Lineup(base, temperature)
         elif mode == "trained":
@@ -270,7 +270,7 @@ def contest_of_sides(
     lineups = {label: Lineup(side.policies, temperature, side.others) for label, side in sides.items()}
     compared = list(opponents)
     if "today" in modes:
-        lineups["today"] = Lineup(None, "app")
+        lineups["today"] = Lineup(policies=None, temperature="app")
         compared += [(label, ["today"]) for label in sides]
     return Contest(lineups, compared, list(sides), _note_on_temperatures(lineups))
 

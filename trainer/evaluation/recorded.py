@@ -78,15 +78,14 @@ def with_recorded(
     # If roles play against each other, the report also has modes that each count one role's reward, which share no
     # lowest reward with the others.
     if not any(mode.opposed for mode in modes):
-        recorded, *other_modes = modes = share_floor(modes)
-    else:
-        other_modes = modes[1:]
-    evaluations = {RECORDED: recorded, **dict(zip(report.evaluations, other_modes, strict=True))}
+        modes = share_floor(modes)
+    recorded_mode = modes[0]
+    evaluations = dict(zip((RECORDED, *report.evaluations), modes, strict=True))
     comparisons = list(report.comparisons)
     for label, mode in evaluations.items():
-        has_shared_tasks = mode.endings.keys() & recorded.endings.keys()
+        has_shared_tasks = mode.endings.keys() & recorded_mode.endings.keys()
         if label in candidates and mode.all_failed is None and has_shared_tasks:
-            comparisons.append(compare(mode, recorded))
+            comparisons.append(compare(mode, recorded_mode))
     return msgspec.structs.replace(
         report, evaluations=evaluations, comparisons=tuple(comparisons), notes=(*report.notes, note)
     )

@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -187,22 +187,25 @@ def share_floor(evaluations: Sequence[EvaluatedMode]) -> list[EvaluatedMode]:
 
 
 def _with_floors(evaluation: EvaluatedMode, shared: _Floors) -> EvaluatedMode:
-    """Return the evaluation with the lowest rewards of all evaluations (`shared`) for its failed episodes, and with
+    """Return the evaluation with the lowest rewards of all evaluations (`shared`) in its failed episodes, and with
     figures that are computed again."""
-    own_floors = _floors([evaluation])
+    floors_before = _floors([evaluation])
 
     def with_shared_floor(ending: TaskEnding) -> TaskEnding:
-        """Replace the lowest rewards of this mode, in a failed episode, by the lowest of all modes."""
+        """Replace the lowest rewards of this evaluation, in a failed episode, by the lowest of all evaluations."""
+        changes: dict[str, Any] = {}
         if ending.floored:
             by_role = dict(ending.by_role)
             for role, value in ending.by_role.items():
                 # In a failed episode, a role may have a reward of its own above the lowest one: it stays.
-                if value <= own_floors.by_role.get(role, value):
+                if value <= floors_before.by_role.get(role, value):
                     by_role[role] = shared.by_role.get(role, value)
-            ending = replace(ending, by_role=by_role, reward=None if ending.reward is None else shared.reward)
+            changes["by_role"] = by_role
+            if ending.reward is not None:
+                changes["reward"] = shared.reward
         if ending.outcome_floored and ending.outcome is not None:
-            ending = replace(ending, outcome=shared.outcome)
-        return ending
+            changes["outcome"] = shared.outcome
+        return replace(ending, **changes)
 
     changed = _with_endings(evaluation, with_shared_floor)
     mean_rewards = _mean_by_role(changed.by_task.values())

@@ -74,7 +74,7 @@ def split_again(tasks: Sequence[Task], config: TrainConfig, described: Mapping[s
     """Split the tasks of a resumed run. Tasks that run.json lists as held out are never trained on, even if the run is
     evaluated on others now. Raises ConfigError."""
     chosen = set((described.get("held") or {}).get("held_out", ()))
-    split = _hold_out(tasks, chosen, "")
+    split = _hold_out(tasks, chosen, note="")
     if config.from_records or config.evaluation.tasks:
         return Split(tasks=split.tasks, held_out=_load_held_out(config.evaluation))
     return split
@@ -141,6 +141,7 @@ def _choose(tasks: Sequence[Task], wanted: int, config: TrainConfig) -> set[str]
         tasks_of_input.setdefault(_content(task), []).append(task)
 
     def rank(same_input: Sequence[Task]) -> bytes:
+        """A random place in the order, which depends on the seed and the id of the first task only."""
         return hashlib.blake2b(f"{config.seed} {same_input[0].id}".encode(), digest_size=16).digest()
 
     left_to_train = Counter(_level(task, config.curriculum.by) for task in tasks)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.export import TrainedPolicy
@@ -62,7 +63,8 @@ def open_team(sources: Mapping[str, Source], moved: Moved = None) -> Team:
                     play(role, default_source, policy)
 
     # 2. The player of all other roles.
-    other_roles, model, note = _other_players(sources, opened)
+    other_player, note = _player_of_other_roles(sources, opened)
+    model = other_player.model
     if model is None:
         model = next((policy.model for policy in playing.values() if policy.model), None)
     if model is None:
@@ -73,7 +75,7 @@ def open_team(sources: Mapping[str, Source], moved: Moved = None) -> Team:
     policies: list[TrainedPolicy] = []
     for key, policy in playing.items():
         policies.append(dataclasses.replace(policy, name=names[key], roles=tuple(roles_of_policy[key])))
-    return Team(EvaluatedPolicies(model, policies, other_roles), sources, note)
+    return Team(EvaluatedPolicies(model, policies, other_player.kind), sources, note)
 
 
 class SharedBases:
@@ -123,38 +125,47 @@ def _policy_for(role: str, source: Source, opened: EvaluatedPolicies) -> Trained
     raise ConfigError("use", f"{role}={source.text}", fault, "Name another run, or a model, for this role.")
 
 
-def _other_players(
+class _OtherPlayer(NamedTuple):
+    """Who plays the roles that have no policy."""
+
+    kind: OtherRoles
+    model: str | None
+    """The base model, if an untrained model plays; else None."""
+
+
+def _player_of_other_roles(
     sources: Mapping[str, Source], opened: Mapping[Source, EvaluatedPolicies]
-) -> tuple[OtherRoles, str | None, str]:
-    """Return who plays the roles that are not named, the base model if it is an untrained model (else None), and a
-    note if the sources do not agree ("" if they do). Then the application's own provider plays these roles.
+) -> tuple[_OtherPlayer, str]:
+    """Return who plays the roles that `--use` does not name, and a note if the sources do not agree on that ("" if they
+    do). If they do not agree, the application's own provider plays these roles.
     """
     if REST in sources:
-        player = _other_player(opened[sources[REST]])
-        return *player, ""
-    source_of_player: dict[tuple[OtherRoles, str | None], Source] = {}
+        return _other_player(opened[sources[REST]]), ""
+    source_of_player: dict[_OtherPlayer, Source] = {}
     for source, policies in opened.items():
         if source.kind != "model":
             source_of_player.setdefault(_other_player(policies), source)
+    provider = _OtherPlayer("provider", model=None)
     if not source_of_player:
-        return "provider", None, ""
+        return provider, ""
     if len(source_of_player) == 1:
         (player,) = source_of_player
-        return *player, ""
+        return player, ""
     settings: list[str] = []
-    for (_kind, model), source in source_of_player.items():
-        player_text = model or "the application's own provider"
+    for player, source in source_of_player.items():
+        player_text = player.model or "the application's own provider"
         settings.append(f"{source.text} has {player_text}")
     note = (
         "Any role that --use does not name is left to the application's own provider, as the sources differ: "
         f"{', '.join(settings)}. Name who plays these roles: --use MODEL."
     )
-    return "provider", None, note
+    return provider, note
 
 
-def _other_player(policies: EvaluatedPolicies) -> tuple[OtherRoles, str | None]:
-    """Return who plays roles without a policy, and the base model if it is an untrained model (else None)."""
-    return policies.other_roles, policies.model if policies.other_roles == "frozen" else None
+def _other_player(policies: EvaluatedPolicies) -> _OtherPlayer:
+    """Return who plays the roles that have no policy in a run or an export, as it was configured."""
+    untrained_model = policies.model if policies.other_roles == "frozen" else None
+    return _OtherPlayer(policies.other_roles, untrained_model)
 
 
 def unique_names(keys: Sequence[tuple[Source, str]]) -> dict[tuple[Source, str], str]:

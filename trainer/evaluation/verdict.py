@@ -50,13 +50,19 @@ def power_on_success(tasks: int, gained: float, lost: float) -> float:
 
 
 def _shows_gain(tasks: int, gains: Floats, losses: Floats) -> npt.NDArray[np.bool_]:
-    """Return whether `paired_difference` shows a gain, for many outcomes (with differences of 1, 0 and -1) at once."""
+    """Return whether `paired_difference` shows a gain, for many outcomes of an evaluation with `tasks` tasks at once.
+
+    `gains` and `losses` [outcomes] are the numbers of tasks with a difference of 1 and of -1. The result is [outcomes].
+    """
+    # 1. Whether the t interval around the mean difference lies above 0.
     total = tasks + 1  # includes half an observation at each of the two bounds, as in `mean`
     middle = (gains - losses) / total
     spread = gains + losses + 1 - total * middle**2
-    half = stats.t.ppf(0.5 + LEVEL / 2, tasks) * np.sqrt(np.maximum(spread, 0.0) / tasks / total)
-    sign_flip = np.minimum(2 * stats.binom.cdf(np.minimum(gains, losses), gains + losses, 0.5), 1.0)
-    shown: npt.NDArray[np.bool_] = (middle > half) & (sign_flip <= 1 - LEVEL)
+    half_width = stats.t.ppf(0.5 + LEVEL / 2, tasks) * np.sqrt(np.maximum(spread, 0.0) / tasks / total)
+    is_above_zero = middle > half_width
+    # 2. Whether the sign-flip test rejects too.
+    p = np.minimum(2 * stats.binom.cdf(np.minimum(gains, losses), gains + losses, 0.5), 1.0)
+    shown: npt.NDArray[np.bool_] = is_above_zero & (p <= 1 - LEVEL)
     return shown
 
 
@@ -106,8 +112,11 @@ def tasks_for_points(after: Mapping[str, float], before: Mapping[str, float]) ->
 
 
 def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> int | None:
-    """Return the number of tasks that shows the mean difference of the shared tasks in 4 of 5 evaluations, if further
-    tasks differ as these do; None if the mean is 0."""
+    """Return how many tasks an evaluation needs to show the observed mean difference with 80% power; None if it is 0.
+
+    `after` and `before` are the scores of two evaluations by task. It is assumed that further tasks differ as the
+    shared ones do.
+    """
     differences = np.array(shared_differences(after, before))
     mean_difference = float(np.mean(differences))
     if not mean_difference:
@@ -118,7 +127,7 @@ def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> i
         return _tasks_for_equal_sizes(differences, mean_difference, least_tasks)
 
     # The interval includes half an observation at each end of the range, whose weight falls with the number of tasks.
-    # So the number is found step by step.
+    # So the number is found step by step, usually in fewer than ten steps.
     bound = 1.0 if within_unit([*after.values(), *before.values()]) else size
     tasks = least_tasks
     for _ in range(60):
@@ -160,11 +169,11 @@ def what_tasks_show(tasks: int) -> str:
 def verdict_on_success(label: str, against: str, difference: Interval, needed_tasks: int) -> str:
     """Return the sentence on a difference of success shares. `needed_tasks` would show a difference of `POINTS`."""
     size = f"{abs(100 * difference.mean):.1f} points of success"
-    clear = _clear_verdict(label, against, difference, size, 100, ".1f")
+    clear = _clear_verdict(label, against, difference, size, scale=100, form=".1f")
     if clear:
         return clear
     verdict = f"no difference shown between {label} and {against}: {100 * difference.mean:+.1f} points of success, "
-    verdict += _interval(difference, 100, ".1f")
+    verdict += _interval(difference, scale=100, form=".1f")
     return f"{verdict}; about {_rounded_up(needed_tasks)} tasks would show {100 * POINTS:.0f} points"
 
 
@@ -172,19 +181,23 @@ def verdict_on_reward(label: str, against: str, difference: Interval, needed_tas
     """Return the sentence on a difference of rewards. `needed_tasks` would show this difference (`tasks_for_this`)."""
     if difference.low is None or difference.high is None:
         return f"one task shows nothing of {label} against {against} ({difference.mean:+.3f} of reward)"
-    clear = _clear_verdict(label, against, difference, f"{abs(difference.mean):.3f} of reward", 1, ".3f")
+    size = f"{abs(difference.mean):.3f} of reward"
+    clear = _clear_verdict(label, against, difference, size, scale=1, form=".3f")
     if clear:
         return clear
     verdict = f"no difference shown between {label} and {against}: {difference.mean:+.3f} of reward, "
-    verdict += _interval(difference, 1, ".3f")
+    verdict += _interval(difference, scale=1, form=".3f")
     if needed_tasks is None:
         return verdict
     return f"{verdict}; about {_rounded_up(needed_tasks)} tasks would show a difference of this size"
 
 
 def _clear_verdict(label: str, against: str, difference: Interval, size: str, scale: float, form: str) -> str:
-    """Return the sentence on a difference whose interval does not contain 0, with the smaller end first; an empty text
-    for any other difference."""
+    """Return the sentence on a difference whose interval does not contain 0; an empty text for any other difference.
+
+    `size` is the difference as a text. The ends of the interval are multiplied by `scale`, written in the format `form`
+    and without a sign, the smaller one first.
+    """
     low = difference.low
     high = difference.high
     if low is None or high is None or low <= 0 <= high:

@@ -180,19 +180,21 @@ def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:
 
 
 def _whole_checkpoints(folder: Path, run: RunDescription, broken: str = "") -> str:
-    """Return the remedy if a run cannot be continued from its newest checkpoint: another checkpoint that is whole.
-    `broken` is the name of the one that is not."""
+    """Return the remedy if a run cannot be continued from its newest checkpoint: the checkpoints that are whole, of
+    which the newest is to be used. `broken` is the name of the checkpoint that is not whole; empty if it is missing."""
     whole: list[str] = []
     for path in step_folders(folder):
         if path.name != broken and checkpoint_fault(path, run.id) is None:
             whole.append(path.name)
     if not whole:
-        return f"No {'other ' if broken else ''}checkpoint of this run is whole: start a new run."
+        other = "other " if broken else ""
+        return f"No {other}checkpoint of this run is whole: start a new run."
     *older, newest = whole
-    also_whole = ""
+    older_note = ""
     if older:
-        also_whole = f" (so {'is' if len(older) == 1 else 'are'} {', '.join(older)})"
-    return f"Continue from {newest}, which is whole{also_whole}: echo {newest} > {latest_in(folder)}, and --resume."
+        verb = "is" if len(older) == 1 else "are"
+        older_note = f" (so {verb} {', '.join(older)})"
+    return f"Continue from {newest}, which is whole{older_note}: echo {newest} > {latest_in(folder)}, and --resume."
 
 
 def _policies(checkpoint: Checkpoint) -> list[SavedPolicy]:

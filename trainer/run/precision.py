@@ -203,6 +203,7 @@ async def check_bounds_of_losses(run: RolloutRun) -> list[str]:
     if not noise:
         return []
     warning = noise
+    # Only a run that chose bfloat16 by itself has a `fall_back`. Any other continues as it is, with the warning.
     if run.fall_back is not None:
         precision = read_run(run.folder.path).precision
         await run.fall_back(None if precision is None else precision.gap, noise)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,8 @@ SAMPLE_BYTES = 32 << 20
 FLOAT_BYTES = 4
 """Weights are published in float32."""
 Way = Literal["direct", "files", "pipe"]
-"""From the learner to the workers of an engine, by files, or through the pipe of the in-process engine."""
+"""How weights get to the sampler: directly from the learner to the workers of an engine, by files, or through the pipe
+of the in-process engine."""
 FINGERPRINTS = 3
 """The sender, the router in front of the engine and the engine itself each compute a fingerprint of the weights."""
 
@@ -56,9 +58,9 @@ def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
 
 
 def publication_way(config: TrainConfig) -> tuple[Way, str]:
-    """Return how full weights get to the sampler, and its description for the user."""
+    """Return the way by which full weights get to the sampler, and its description for the user."""
     cluster = config.cluster
-    if not engine_kind(config).fixed:
+    if not engine_kind(config).fixed:  # an engine in this process, which can hold several versions
         return "pipe", ""
     if not cluster.on_ray:
         return "files", " by files"
@@ -67,22 +69,22 @@ def publication_way(config: TrainConfig) -> tuple[Way, str]:
 
 
 def seconds_per_byte(way: Way) -> float:
-    """Measure the seconds to publish a byte of weights, with a sample of random ones: their checks, and one transfer.
+    """Measure the seconds to publish a byte of weights in this way, by publishing a sample of random weights once.
 
-    A direct transfer is measured over gloo, because NCCL needs two GPUs.
+    That takes one transfer, and the checks on both of its sides. A direct transfer is measured over gloo, because NCCL
+    needs two GPUs.
     """
     sample = {"weights": np.random.default_rng(0).standard_normal(SAMPLE_BYTES // FLOAT_BYTES, dtype=np.float32)}
     if way == "direct":
-        try:
+        # Without gloo on this machine, the weights will go by files, which are measured below.
+        with contextlib.suppress(RuntimeError):
             return _time_direct_transfer(sample) / SAMPLE_BYTES
-        except RuntimeError:
-            way = "files"  # gloo does not work here, so the weights will go by files
     started = time.perf_counter()
     weights_norm(sample)
     for _ in range(FINGERPRINTS):
         fingerprint(sample)
     pickle.loads(pickle.dumps(sample))
-    if way == "files":
+    if way != "pipe":
         with closing(SharedFolders()) as folders:
             folder = folders.make("sample", SAMPLE_BYTES)
             model_folder.write_tensors(folder, sample)

@@ -163,6 +163,7 @@ class RolloutRun(Run):
 
         Raises RecordError.
         """
+        # Keep what the next steps and a resumed run need.
         state = self.state
         with_new_roles = self.joined(state.policies, sorted(collected.roles))
         state.new_roles = tuple(sorted(with_new_roles.roles.keys() - state.policies.roles.keys()))
@@ -170,6 +171,8 @@ class RolloutRun(Run):
         state.advantages = prepared.state
         state.tasks = with_step(state.tasks, collected, self.recipes)
         state.drawn.pop(state.steps, None)
+
+        # Mark the groups, each with the ids of its candidates.
         members: dict[str, Sequence[str]] = {}
         for group in prepared.groups:
             # Under a tree plan a group is a call, and its id names all candidates.

@@ -32,12 +32,12 @@ class RunFolder(RunLayout):
     """A run folder opened for writing; `close` releases it. Its path is absolute, because the application may change
     the current folder."""
 
-    def __init__(self, path: Path, *, own: bool = False) -> None:
-        """Lock the folder. `own` says whether the run has made it, or found it empty. Raises RunError if another
+    def __init__(self, path: Path, *, was_empty: bool = False) -> None:
+        """Lock the folder. `was_empty` says that it is new, or was empty before this run. Raises RunError if another
         process has locked it."""
         super().__init__(path)
         self._lock = FileLock(self.lock, f"The run {path}")
-        self._own = own
+        self._was_empty = was_empty
         self.trusted = False
         """Whether this user made the run, or agreed to the code and the addresses that it names."""
 
@@ -50,8 +50,8 @@ class RunFolder(RunLayout):
         target = Path(path).absolute()
         try:
             target.mkdir(parents=True, exist_ok=True)
-            own = not any(target.iterdir())
-            folder = cls(target, own=own)
+            was_empty = not any(target.iterdir())
+            folder = cls(target, was_empty=was_empty)
         except OSError as error:
             raise RunError(
                 f"{target} cannot be used as a run folder: {error.strerror or error}.", "Choose another --out."
@@ -78,7 +78,7 @@ class RunFolder(RunLayout):
         except BaseException:
             # Leave no half-made run, which would keep the user from using the folder again.
             folder.close()
-            if own:
+            if was_empty:
                 shutil.rmtree(target, ignore_errors=True)
             raise
         return folder
@@ -140,7 +140,7 @@ class RunFolder(RunLayout):
         were in the folder before the run stay."""
         if self.latest.exists() or not self.run_json.exists():
             return
-        if self._own:
+        if self._was_empty:
             shutil.rmtree(self.path)
         else:
             self.run_json.unlink(missing_ok=True)

@@ -240,11 +240,15 @@ def test_what_an_evaluation_says_of_each_policy() -> None:
     held = {"success": 0.5, "reward": 2.0, "reward/a": 1.0, "reward/b": 4.0, "b/x": 3.0, "episodes": 9.0}
     policies = {"one": ["a", "b"], "two": ["b"], "three": ["c"]}
     own = {"one": 2.5, "two": 4.0}
-    assert judged_figures(held, policies, False) == dict.fromkeys(policies, 0.5)
-    assert judged_figures(held, policies, True) == own, "nothing is known of a policy without a call"
-    assert judged_figures({name: x for name, x in held.items() if name != "success"}, policies, False) == own
+    assert judged_figures(held, policies, seats=False) == dict.fromkeys(policies, 0.5)
+    assert judged_figures(held, policies, seats=True) == own, "nothing is known of a policy without a call"
+    assert judged_figures({name: x for name, x in held.items() if name != "success"}, policies, seats=False) == own
     game = {**held, "against_untrained/a": -1.0, "against_untrained/b": 0.0}
-    assert judged_figures(game, policies, False) == judged_figures(game, policies, True) == {"one": -0.5, "two": 0.0}
+    assert (
+        judged_figures(game, policies, seats=False)
+        == judged_figures(game, policies, seats=True)
+        == {"one": -0.5, "two": 0.0}
+    )
 
 
 def test_a_run_without_a_kept_checkpoint_has_no_best_one(trainer: Trainer) -> None:

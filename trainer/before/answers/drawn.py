@@ -69,14 +69,15 @@ class DrawnAnswers:
         demanded = isinstance(choice, Mapping) or choice in ("required", "any")
 
         # 2. The function that this run calls, as the docstring of the class says.
-        usable = []
+        usable: list[Mapping[str, Any] | None] = []
         if self.call_tools and self.run != 1:
-            usable = [function for function in functions if self.may_call(call, function)]
+            usable += [function for function in functions if self.may_call(call, function)]
         if self.run > 2 and usable:
-            chance = random.Random(f"{self.run} {call.role} {call.turn}")
-            return chance.choice(usable if demanded else [*usable, None])
+            if not demanded:
+                usable.append(None)
+            return random.Random(f"{self.run} {call.role} {call.turn}").choice(usable)
         if usable:
-            return usable[-1 if self.run == 2 else 0]
+            return usable[-1] if self.run == 2 else usable[0]
         # A request that demands a call gets the last tool: frameworks put the one that ends a loop there.
         return functions[-1] if demanded else None
 
@@ -98,7 +99,7 @@ def tool_call(function: Mapping[str, Any], draw: Draw, id: str) -> Message:
 
 
 def reply_text(call: LiveCall, draw: Draw, index: int) -> str:
-    """An answer in text or JSON."""
+    """An answer in text, or in JSON if the request or the prompt asks for it. `index` numbers the call's candidates."""
     requested = call.params.get("response_format")
     response_format: Mapping[str, Any] = requested if isinstance(requested, Mapping) else {"type": "text"}
     kind = response_format.get("type")
@@ -111,18 +112,22 @@ def reply_text(call: LiveCall, draw: Draw, index: int) -> str:
     if kind == "json_object":
         return "{}"
 
-    # Texts take turns: first the form that the prompt shows, then words that it or the framework waits for.
+    # Texts take turns: first the form that the prompt shows, then words that it or the framework waits for, and names
+    # of agents, one of which a supervisor may be asked to choose.
     texts = [shown_form(prompt) or f"drawn answer {index + 1}"]
-    texts += draw.agents if len(draw.agents) > 1 else []
+    if len(draw.agents) > 1:
+        texts += draw.agents
     texts += answer_words(prompt)
-    texts += call.episode.parts.words if call.episode.parts else []
-    others = [name for name in agent_names(call) if name != call.role]
-    texts += others if len(others) > 1 else []
+    if call.episode.parts:
+        texts += call.episode.parts.words
+    other_agents = [name for name in agent_names(call) if name != call.role]
+    if len(other_agents) > 1:
+        texts += other_agents
     return draw.choose(list(dict.fromkeys(texts)), "text")
 
 
 def agent_names(call: LiveCall) -> list[str]:
-    """How the framework names the parts of the application."""
+    """The names that the framework gives to the parts of the application; empty if it lists none."""
     return [part.name for part in call.episode.parts.known] if call.episode.parts else []
 
 

@@ -137,7 +137,7 @@ class ValueDrawer:
         return {name: self.value(properties.get(name, {}), f"{path} {name}") for name in names}
 
     def array(self, schema: Mapping[str, Any], path: str) -> list[Any]:
-        """Draw the elements of a list: as few as the schema allows, but one where it allows none and one.
+        """Draw the elements of a list: the least number that the schema allows, and one element if it allows none.
 
         A list whose elements contain the list's own schema stays empty, because it would never end.
         """
@@ -145,7 +145,8 @@ class ValueDrawer:
             return [self.value(item, path) for item in schema["prefixItems"]]
         items = schema.get("items") or {}
         count = int(schema.get("minItems") or 0)
-        if not count and schema.get("maxItems") != 0 and not self.returns(items):
+        may_have_one = schema.get("maxItems") != 0 and not self.returns(items)
+        if count == 0 and may_have_one:
             count = 1
         # Another count for each element, so that elements of a list differ.
         drawers = [replace(self, draw=replace(self.draw, count=self.draw.count + i)) for i in range(count)]

@@ -268,15 +268,25 @@ def _forecast_training(subject: Subject, runs: CheckedRuns, store: Store, watch:
 def _find_all(
     subject: Subject, runs: CheckedRuns, training: ForecastTraining, store: Store, watch: Watch, answers: str | None
 ) -> tuple[Mapping[str, int], list[Finding]]:
-    """All findings of a dry run, first the blocking ones in the order of training; and before them the tokens of each
-    call's prompt, by the id of the call."""
-    flow, config, plan, bases = subject.flow, subject.config, subject.plan, subject.bases
-    calls, roles, rare = runs.calls, training.roles, training.rare
+    """Collect all findings of a dry run. Findings that may block come first, in the order in which training would meet
+    them. Returns the number of tokens of each call's prompt, by the id of the call, and the findings."""
+    flow = subject.flow
+    config = subject.config
+    plan = subject.plan
+    calls = runs.calls
+    roles = training.roles
+    rare = training.rare
+
+    # 1. The runs, the policies, the requests and the groups.
     shown = [runs_of_task.shown.outcome for runs_of_task in runs.tasks]
     errors = common_findings.find_faults(flow, shown, calls, training.local, plan, rare)
     findings = [*run_findings.fault_findings(errors, runs.tasks), *run_findings.pair_findings(runs.tasks, store)]
     findings += training.policy_findings
-    base_of_role = {role.role: bases.get(role.policy, bases.get("")) for role in roles if role.kind != "provider"}
+    run_base = subject.bases.get("")
+    base_of_role: dict[str, CheckedBase | None] = {}
+    for role in roles:
+        if role.kind != "provider":
+            base_of_role[role.role] = subject.bases.get(role.policy, run_base)
     calls_of_policies = [call for call in calls if call.role in base_of_role]
     tokens, unanswerable = run_findings.request_findings(base_of_role, calls_of_policies, store)
     findings += [*unanswerable, *base_findings(base_of_role)]
@@ -284,6 +294,8 @@ def _find_all(
     is_decided = answers == PROVIDER or any(finding.level in ("blocks", "undecided") for finding in findings)
     if not training.groups and not is_decided:
         findings.append(Finding("blocks", "groups", "the plan would form no group: see what is left out."))
+
+    # 2. Roles, prompts, parameters and rewards.
     if flow.episode_judge is not None:
         findings.append(Finding("note", "judge", "it was not asked: a dry run invents its outcomes."))
     findings += [
@@ -308,28 +320,33 @@ async def answers_of_runs(
 ) -> AsyncIterator[Callable[[int], CheckResponder]]:
     """Yield a function from the number of a run to its responder. `answers` is the value of `--answers`."""
     flow, config, plan, recipes = subject.flow, subject.config, subject.plan, subject.recipes
-    attribution = recipes.attributions(recipes.roles)
     roles = config.named_roles
+    temperature = config.sampling.temperature
+    # How training draws, compares and rewards the candidates of a call.
     options: dict[str, Any] = {
         "plan": plan,
         "plans": config.plans_of(plan, roles),
         "attribution": recipes.run.attribution,
-        "own": attribution,
+        "own": recipes.attributions(recipes.roles),
         "own_sampling": config.own_sampling(roles),
     }
-    sampling: dict[str, Any] = {"temperature": config.sampling.temperature}
+
+    # 1. Answers of a model, or of the application's own provider.
     if answers is not None and not answers.startswith(RECORDS):
         model = None if answers == PROVIDER else answers
-        sampling["max_tokens"] = config.sampling.max_tokens
-        async with answering(flow, policies=None, model=model, say=say, **sampling, **options) as responder:
+        max_tokens = config.sampling.max_tokens
+        async with answering(
+            flow, policies=None, model=model, say=say, temperature=temperature, max_tokens=max_tokens, **options
+        ) as responder:
             yield lambda run: CheckResponder(model=responder)
         return
 
+    # 2. Recorded or drawn answers.
     source: Callable[[int], Any] = partial(DrawnAnswers, call_tools=call_tools)
     if answers is not None:
         with open_store(answers.removeprefix(RECORDS), read_only=True) as store:
             source = RecordedAnswers(store).of_run
-    training = {**options, "scorers": flow.scorers, "override": sampling}
+    training = {**options, "scorers": flow.scorers, "override": {"temperature": temperature}}
     provided = [role for policy in config.policy if policy.kind == "provider" for role in policy.roles]
     yield lambda run: CheckResponder(answers=source(run), training=training, provider_roles=provided)
 

@@ -41,17 +41,21 @@ ALWAYS_CALL = ("member", "agent")
 def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
     """Yield the errors that make training pointless, as findings that block or leave the verdict undecided.
 
-    A failure after an answer may be caused by that answer: then the verdict is undecided. No answer causes an outage,
-    unless a recorded answer is missing.
+    The answers of a dry run are invented, so a failure that an answer may have caused leaves the verdict undecided. No
+    answer causes an outage, unless a recorded answer is missing.
     """
     runs = [run for task in tasks for run in task.runs]
     any_ended = any(task.shown.ended for task in tasks)
+
+    # 1. A person is asked, who never answers.
     questions = []
     for run in runs:
         if run.asked and not run.ended and (not any_ended or end_of_input(run.outcome.error)):
             questions.append(run.asked)
     if questions:
         yield Finding("blocks", "runs", f"it waits for a person: {questions[0]}.", PERSON)
+
+    # 2. The other errors. An error leaves the verdict undecided if other answers may avoid it.
     call_errors = [str(call.error) for task in tasks for call in task.calls if call.error]
     answers_may_fail_runs = not any_ended and not questions and all(run.cut or run.answered for run in runs)
     runs_at_limit = sum(run.cut for run in runs)
@@ -66,15 +70,17 @@ def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> 
         if is_misspelt or is_outage or not other_answers_may_help:
             yield blocking_finding(fault)
             continue
+        about = ""
         text = shorten(fault.cause)
         remedy = DECIDE
         if answers_may_fail_runs:
+            about = "runs"
             last_answer = next((run.last_answer for run in runs if run.last_answer), "none")
             text += f" Last answer before it: {last_answer}. All {len(runs)} runs failed."
         if runs_at_limit:
             text += f" {runs_at_limit} of them reached a limit of time or calls."
             remedy = f"Raise --timeout or --calls if a run may need more. {remedy}"
-        yield Finding("undecided", "runs" if answers_may_fail_runs else "", text, remedy)
+        yield Finding("undecided", about, text, remedy)
 
 
 def shorten(text: str) -> str:
@@ -125,7 +131,8 @@ def grown_prompts(first: Run, again: Run, store: Store) -> Iterator[Finding]:
         for old, new in zip(old_prompt, new_prompt, strict=False):
             if old != new:
                 changed.append((old, new))
-                one_contains_the_other = one_contains_the_other or old in new or new in old
+                if old in new or new in old:
+                    one_contains_the_other = True
         if len(old_prompt) != len(new_prompt) or one_contains_the_other:
             text = f"its first prompt grew in another run of the same task: {snippet(changed or new_prompt)}."
             yield Finding("warns", role, f"{text} Something outlives an episode.", OUTLIVES)
@@ -177,7 +184,8 @@ def run_findings(tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
 
 
 def _failed_run_finding(failed: Sequence[Run], runs: int, ended_how: str, remedy: str = "") -> Iterator[Finding]:
-    """Yield a finding with the first of these `failed` runs, out of so many `runs`, if there is one."""
+    """Yield a finding on the `failed` ones among `runs` runs, with the error of the first; nothing if none failed.
+    `ended_how` says how they ended."""
     if not failed:
         return
     error = failed[0].outcome.error
@@ -212,8 +220,9 @@ def connection_findings(runs: Sequence[Run], watch: Watch) -> Iterator[Finding]:
 
 
 def role_findings(roles: Sequence[RoleCheck], idle: Sequence[IdleCheck], workflow: str) -> Iterator[Finding]:
-    """Yield roles that are not trained, calls without a role, and parts of the application that never called, because
-    they never ran or work without a model. `workflow` is the name of its function."""
+    """Yield findings on roles that are not trained, on calls without a role, and on parts of the application that never
+    called a model. `idle` are the parts without a call, and `workflow` is the name of the workflow's function."""
+    # 1. The roles that called.
     for role in roles:
         if role.reason == "no scorer":
             remedy = f'Add @{workflow}.scorer("{role.role}"), or use --plan independent.'
@@ -224,17 +233,20 @@ def role_findings(roles: Sequence[RoleCheck], idle: Sequence[IdleCheck], workflo
             text = f"Calls made outside any agent or node share the role `app`: {role.calls}."
             yield Finding("warns", "app", text, NAME_THEM)
 
-    # Parts that never called are reported together if they are of one kind and belong to the same graph or team.
-    never_called: dict[tuple[str, str], list[str]] = {}
+    # 2. The parts that never called: they ran without a model, wait for a person, or were not reached. Parts of the
+    # last sort are reported together if they are of one kind and belong to the same graph or team.
     without_model = [part.role for part in idle if part.ran and part.kind not in ALWAYS_CALL]
+    not_reached: dict[tuple[str, str], list[str]] = {}
     for part in idle:
         if not part.ran and part.waits:
             yield Finding("warns", part.role, f"the graph stops before it ({part.waits}) and is not resumed.", PERSON)
         elif part.role not in without_model:
-            never_called.setdefault((part.kind, part.of), []).append(part.role)
-    for (kind, owner), names in never_called.items():
-        text = f"in these runs ({plural(len(names), kind)} of {owner})."
-        text = f"never called {text}" if kind in ALWAYS_CALL else f"never ran {text} It may call no model."
+            not_reached.setdefault((part.kind, part.of), []).append(part.role)
+    for (kind, owner), names in not_reached.items():
+        parts = f"in these runs ({plural(len(names), kind)} of {owner})."
+        text = f"never ran {parts} It may call no model."
+        if kind in ALWAYS_CALL:
+            text = f"never called {parts}"
         yield Finding("warns", ", ".join(names), text, OTHER_ANSWERS)
     if without_model:
         yield Finding("note", ", ".join(without_model), "ran without a call of its own.")

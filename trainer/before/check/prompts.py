@@ -18,7 +18,7 @@ from cotune.trainer.before.findings import Finding
 def use_findings(store: Store, calls: Sequence[CallRecord], prompts: Prompts) -> Iterator[Finding]:
     """Yield findings on whether edited prompts fit the calls of a dry run, part by part."""
     uses = read_uses(store, calls, prompts)
-    again = "If the application's prompts were changed, find them again: cotune prompts show, or improve."
+    remedy = "If the application's prompts were changed, find them again: cotune prompts show, or improve."
     matching: list[str] = []
     for use in uses.parts:
         part = use.part
@@ -28,13 +28,13 @@ def use_findings(store: Store, calls: Sequence[CallRecord], prompts: Prompts) ->
         elif not use.matched:
             text = f"{part.name} is unmatched: none of {plural(use.calls, 'call')} of {', '.join(part.roles)} has it"
             where = f"the nearest text differs from character {use.reach + 1} on" if use.reach else "no text begins so"
-            yield Finding("blocks", "prompts", f"{text}; {where}.", again)
+            yield Finding("blocks", "prompts", f"{text}; {where}.", remedy)
         else:
             matching.append(f"{part.name} in {use.matched} of {plural(use.calls, 'call')}")
     for role, count in uses.unedited.items():
         if any(use.matched for use in uses.parts if role in use.part.roles):
             text = f"{plural(count, 'call')} of {role} would be sent unedited (prompt_unmatched)."
-            yield Finding("warns", "prompts", text, again)
+            yield Finding("warns", "prompts", text, remedy)
     if matching:
         yield Finding("ok", "prompts", f"edited parts that match: {', '.join(matching)}.")
     elif not uses.parts:

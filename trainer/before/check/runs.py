@@ -123,7 +123,8 @@ class Runner:
     offline: bool
 
     async def run(self, task: Task) -> TaskRuns:
-        """Run a task until nothing new is to be expected, then twice at once; a pair that fails is repeated."""
+        """Run a task until a further run would hardly show anything new, then run it twice at the same time, to see
+        whether episodes disturb each other. A pair that fails is repeated up to `PAIRS` times in all."""
         runs = TaskRuns(task)
         while self.needs_another(runs.runs):
             runs.runs.append(await self.run_once(task, len(runs.runs)))
@@ -134,7 +135,7 @@ class Runner:
             pair = [self.run_once(task, runs.shown.number, meeting, how=", twice at once") for _ in range(2)]
             runs.pairs.append(list(await asyncio.gather(*pair)))
             if len(runs.failed_pairs) < len(runs.pairs):
-                break
+                break  # a pair ended well
         return runs
 
     def needs_another(self, runs: Sequence[Run]) -> bool:

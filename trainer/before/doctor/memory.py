@@ -313,7 +313,7 @@ def sampler_memory(
     weights = float(size.parameters * number_bytes)
     if size.rounded:
         # An output embedding of its own is held in bfloat16 only.
-        weights = size.rounded_bytes(1) - 4.0 * (0 if size.tied else size.head)
+        weights = size.rounded_bytes(heads=1) - 4.0 * (0 if size.tied else size.head)
     trained = size.adapter or size.parameters
     published = load.policies * (1 + config.ahead) * trained * number_bytes
     if load.policies:
@@ -421,7 +421,7 @@ def _weight_bytes(config: TrainConfig, size: ModelSize) -> float:
     if size.adapter and settings.quantize == "4bit":
         return 0.57 * size.parameters  # 4 bits, a scale for each 64 weights, and embeddings and norms as they are
     if size.rounded:
-        return size.rounded_bytes(2)
+        return size.rounded_bytes(heads=2)
     return size.parameters * (2.0 if size.adapter and settings.dtype == "bfloat16" else 4.0)
 
 

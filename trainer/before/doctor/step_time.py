@@ -243,7 +243,7 @@ def _rollout_seconds(
     # Every decode step reads all weights, and the keys and values of all sequences.
     sequences = max(1, min(answers, at_once, load.sequences))
     number_bytes = 2 if on_gpu else 4
-    weights = size.rounded_bytes(1) if size.rounded else float(number_bytes * size.parameters)
+    weights = size.rounded_bytes(heads=1) if size.rounded else float(number_bytes * size.parameters)
     cached = sequences * (prompt + answer / 2) * size.cache_values * number_bytes
     operations = 2.0 * size.parameters * sequences
     if on_gpu:
