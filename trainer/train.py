@@ -249,6 +249,7 @@ def _same_name(workflow: str, other: str) -> bool:
 
 def with_whole_paths(config: TrainConfig) -> TrainConfig:
     """Return the configuration with absolute paths of files on this machine. Raises ConfigError for a missing model."""
+    replace = msgspec.structs.replace
 
     def whole(path: str) -> str:
         return str(Path(path).expanduser().resolve()) if path and is_path(path) else path
@@ -267,7 +268,6 @@ def with_whole_paths(config: TrainConfig) -> TrainConfig:
         except ConfigError as error:
             raise of_policy(error, policy.name) from None
 
-    replace = msgspec.structs.replace
     held_out = config.evaluation.tasks
     config = convert(with_addresses(msgspec.to_builtins(config), whole_address))
     return replace(

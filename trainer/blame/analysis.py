@@ -96,7 +96,7 @@ def blame(
             # The folder stays complete if the records that the episodes come from are deleted.
             with open_store(chosen.records, read_only=True) as source:
                 copy_episodes(source, store, list(drawn.recorded))
-        with episode_bar(console, None, "runs") as on_run:
+        with episode_bar(console, total=None, name="runs") as on_run:
             analysis = run_sync(analyse(app, drawn, chosen, store, own=responder, say=say, on_run=on_run))
         result = msgspec.structs.replace(analysis.result(), path=str(layout.path))
         write_atomically(layout.path / REPORT, json.dumps(result.to_json(), indent=2).encode())

@@ -445,7 +445,7 @@ class Runs:
         judge = self.workflow.episode_judge
         if judge is None or not self._needs_judge(episode):
             return
-        limited = LimitedResponder(self, None)
+        limited = LimitedResponder(self, inner=None)
         try:
             judging, error = await judge_run(self.workflow, judge, self.store, episode, limited, self.options.timeout)
             self._count_judging(judging)

@@ -113,13 +113,14 @@ def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, leaf = dotted.split(".")
     if not all((*parents, leaf)):
         raise ConfigError(dotted, value, "is not the name of a field, such as lora.rank", PAGE)
+    innermost = table
     for parent in parents:
-        if table.get(parent) is None:  # a table that is not set, such as rewards.weights
-            table[parent] = {}
-        table = table[parent]
-        if not isinstance(table, dict):
+        if innermost.get(parent) is None:  # a table that is not set, such as rewards.weights
+            innermost[parent] = {}
+        innermost = innermost[parent]
+        if not isinstance(innermost, dict):
             if removed := removed_setting(dotted, value):
                 raise removed
             fault = f"is not a field of the configuration: {parent} is no table"
             raise ConfigError(dotted, value, fault, PAGE)
-    table[leaf] = value
+    innermost[leaf] = value

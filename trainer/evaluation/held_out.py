@@ -64,7 +64,7 @@ async def evaluate_base(run: RolloutRun, report: StepReport, progress: Progress)
 
     The untrained model plays, or the policies that `init` names.
     """
-    if not run.held_out or _stored(run, 0):
+    if not run.held_out or _stored(run, steps=0):
         return
     policies = run.served()
     label = "start"
@@ -74,7 +74,7 @@ async def evaluate_base(run: RolloutRun, report: StepReport, progress: Progress)
     with report.phase("evaluate"):
         base = await _play(run, progress, policies, label, training_step=-1)
     if base is not None:
-        _store(run, 0, base)
+        _store(run, steps=0, evaluation=base)
         figures = _figures(base)
         if reason := _no_figure_reason(base):
             progress.say_once(f"held-out, single samples: no figure: {reason}")
@@ -87,7 +87,7 @@ async def evaluate_base(run: RolloutRun, report: StepReport, progress: Progress)
 
 def start_figures(run: RolloutRun) -> dict[str, float]:
     """Return the figures of the evaluation before the first step; none if there was no such evaluation."""
-    base = _stored(run, 0)
+    base = _stored(run, steps=0)
     return {} if base is None else _figures(base)
 
 

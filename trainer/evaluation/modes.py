@@ -224,7 +224,7 @@ def contest_of_run(
 ) -> Contest:
     """Return the modes of a run or an export. `roles` has the newest version for each role, `trained` the names of the
     policies that have weights."""
-    base = {role: PolicyRef(ref.name, 0) for role, ref in roles.items()}
+    base = {role: PolicyRef(ref.name, version=0) for role, ref in roles.items()}
     swapped = swap(roles, trained)
     lineups: dict[str, Lineup] = {}
     notes: list[str] = []
@@ -297,5 +297,5 @@ def _note_on_temperatures(lineups: Mapping[str, Lineup]) -> list[str]:
 
 def against_base(roles: Mapping[str, PolicyRef], role: str, seats: Collection[str]) -> dict[str, PolicyRef]:
     """Return the policies for `role` to play against the untrained model in all other `seats` of a game."""
-    others = {name: PolicyRef(roles[name].name, 0) for name in seats if name != role and name in roles}
+    others = {name: PolicyRef(roles[name].name, version=0) for name in seats if name != role and name in roles}
     return {**roles, **others}

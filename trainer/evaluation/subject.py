@@ -177,8 +177,8 @@ def _open_against(source: Source, against: Source, moved: Moved) -> Subject:
             )
             all_policies.append(frozen)
             stand_in = PolicyRef(frozen.name)
-        policies = dataclasses.replace(policies, policies=renamed)
-        sides[label] = Side(policies.roles, OtherPlayers(stand_in, policies.provider_roles))
+        policies_of_side = dataclasses.replace(policies, policies=renamed)
+        sides[label] = Side(policies_of_side.roles, OtherPlayers(stand_in, policies_of_side.provider_roles))
     return Subject(
         EvaluatedPolicies(opened[source].model, all_policies),
         both,

@@ -41,23 +41,24 @@ def compare_prompts(
     """
     app = workflow_of(workflow)
     check_judge(app)
-    listed = as_tasks(tasks)
+    all_tasks = as_tasks(tasks)
     options = ImproveOptions(max_calls=MAX_CALLS)
     console = terminal(stderr=True)
-    console.print(f"comparing the prompts before and after on {plural(len(listed), 'task')}, once each ...")
+    console.print(f"comparing the prompts before and after on {plural(len(all_tasks), 'task')}, once each ...")
     folder.mkdir(parents=True, exist_ok=True)
     current_run.set(RunContext(folder=folder))
-    with open_store(RunLayout(folder).records) as store, episode_bar(console, 2 * len(listed)) as bar:
-        evaluations = Evaluations(app, store, None, options, Spending(MAX_CALLS, None, {}), bar)
+    with open_store(RunLayout(folder).records) as store, episode_bar(console, 2 * len(all_tasks)) as bar:
+        spending = Spending(MAX_CALLS, max_cost=None, prices={})
+        evaluations = Evaluations(app, store, responder=None, options=options, spending=spending, on_episode=bar)
         try:
-            held = run_sync(compare_held_out(evaluations, before, after, listed))
+            comparison = run_sync(compare_held_out(evaluations, before, after, all_tasks))
         except LimitReached as error:
             raise LimitReached(error.cause, "Pass a file with fewer tasks: each is run twice.") from None
         except RunError as error:
             raise RunError(error.cause, "Edit the part again once the models can be reached.") from None
     for name, first in evaluations.errors.items():
         console.print(f"{name} {evaluations.counts[name]}, the first: {first}", markup=False, highlight=False)
-    return held
+    return comparison
 
 
 def result_sentence(held_out: HeldOut) -> str:

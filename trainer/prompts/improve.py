@@ -130,12 +130,12 @@ def _open_folder(folder: PromptRun, description: dict[str, Any], resume: bool) -
     try:
         if resume:
             _check_same(before, description)
-            description = {**json.loads(folder.described.read_bytes()), "options": description["options"]}
+            stored = {**json.loads(folder.described.read_bytes()), "options": description["options"]}
         else:
             created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            description = {**description, "created": created, "secret": secrets.token_hex(16)}
-        write_atomically(folder.described, json.dumps(description, indent=2).encode())
-        yield str(description["secret"])
+            stored = {**description, "created": created, "secret": secrets.token_hex(16)}
+        write_atomically(folder.described, json.dumps(stored, indent=2).encode())
+        yield str(stored["secret"])
     finally:
         lock.release()
 
@@ -172,7 +172,7 @@ async def _run_search(
     spending = Spending(options.max_calls, options.max_cost, options.prices)
     async with contextlib.AsyncExitStack() as stack:
         responder = fixed_responder or await stack.enter_async_context(answering_in_search(app, options, say))
-        bar = stack.enter_context(episode_bar(console, None))
+        bar = stack.enter_context(episode_bar(console, total=None))
         evaluations = Evaluations(app, store, responder, options, spending, bar)
         reflection = Reflection(store, options, spending, secret, reflector)
         # For the comparison at the end: the prompts before and the best ones, once on each held-out task.
@@ -290,7 +290,10 @@ async def _run_gepa(problem: PromptProblem, tasks: SearchTasks) -> None:
 
 
 def _highest_score(problem: PromptProblem, tasks: SearchTasks) -> float | None:
-    """Return the highest possible score, if all rewards are between 0 and 1; else None."""
+    """Return the highest possible score of a run, if all rewards so far are between 0 and 1; else None.
+
+    A score is the sum of the outcome's components, and `SCORERS` times the mean score of the roles' scorers.
+    """
     components: set[str] = set()
     outcomes: list[float] = []
     role_scores: list[float] = []

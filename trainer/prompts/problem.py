@@ -150,9 +150,12 @@ class PromptProblem:
             self.ended = error
 
     def stop(self) -> bool:
-        """Count a round, and return whether the search ends before it."""
+        """Count a round, and return whether the search ends before it: it was stopped, an error or the limit of rounds
+        has ended it, or too many rounds in a row made no new run."""
         self.rounds += 1
-        self._idle_rounds = 0 if self._new_in_round else self._idle_rounds + 1
+        self._idle_rounds += 1
+        if self._new_in_round:
+            self._idle_rounds = 0
         self._new_in_round = 0
         options = self.evaluations.options
         minibatches = math.ceil(len(self.tasks) / options.minibatch)

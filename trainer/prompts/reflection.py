@@ -145,9 +145,11 @@ class Reflection:
 
         # 2. The request is an episode of its own, so that it is recorded and its cost counted.
         async def reflect(_task: Any) -> dict[str, float | None]:
-            url, key_variable = self.options.reflection_url or None, self.options.reflection_key_env
-            if self.responder is not None:
-                url, key_variable = url or _NOWHERE, None
+            url = self.options.reflection_url or None
+            key_variable: str | None = self.options.reflection_key_env
+            if self.responder is not None:  # it answers in place of the server, so no key is needed
+                url = url or _NOWHERE
+                key_variable = None
             with role(ROLE):
                 await ask_chat(self.options.reflection or ROLE, messages, url, {}, key_variable)
             return {"team": None}  # an episode without an outcome

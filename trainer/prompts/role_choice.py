@@ -211,10 +211,11 @@ class Turns:
         """How often each part was changed alone."""
 
     def next(self) -> list[str]:
-        """Return the names of the parts to change next."""
+        """Return the names of the parts to change next: one part, or in every second turn all of them."""
         self._turn += 1
-        if self._together and self._turn % 2:
+        is_turn_of_all = self._together and self._turn % 2 == 1
+        if is_turn_of_all:
             return list(self._names)
-        chosen = min(self._names, key=lambda name: self.taken[name])
-        self.taken[chosen] += 1
-        return [chosen]
+        least_changed = min(self._names, key=lambda name: self.taken[name])
+        self.taken[least_changed] += 1
+        return [least_changed]

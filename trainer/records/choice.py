@@ -46,8 +46,12 @@ def choose_episodes(folder: RunFolder, settings: RecordsConfig, store: Store) ->
     if "until" not in held:
         # The address is resolved now: a relative path and a symbolic link may lead elsewhere when a later run asks.
         store_place = store_identity(settings.path)
-        previous = _last_run(folder, settings, store_place) if settings.since == "last" else None
-        first, previous_name = previous or ((0, 0), "")
+        first: Marks = (0, 0)
+        previous_name = ""
+        if settings.since == "last":
+            previous = _last_run(folder, settings, store_place)
+            if previous is not None:
+                first, previous_name = previous
         held |= {"since": first, "until": store.figures().marks(), "after": previous_name, "store": store_place}
         folder.describe_as({**folder.described, "held": held})
     since = tuple(held["since"])
@@ -58,8 +62,8 @@ def choose_episodes(folder: RunFolder, settings: RecordsConfig, store: Store) ->
         choices.append(f"app {settings.app}")
     if settings.since == "last":
         filters = msgspec.structs.replace(filters, new=(since, until))
-        after = held["after"]
-        choices.append(f"all episodes since {after}" if after else "everything, as no run came before")
+        previous_run = held["after"]
+        choices.append(f"all episodes since {previous_run}" if previous_run else "everything, as no run came before")
     elif settings.since:
         filters = msgspec.structs.replace(filters, since=moment("records.since", settings.since))
         choices.append(f"since {settings.since}")

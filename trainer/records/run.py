@@ -208,10 +208,11 @@ async def _labels(
     split_tasks: Collection[str],
     say: Callable[[str], None],
 ) -> tuple[Mapping[str, float] | None, list[str]]:
-    """Return the scores of candidates that replace rewards, by candidate, and notes on them. None if rewards count.
+    """Return the scores that replace the recorded rewards, by candidate, and notes on them; None if the recorded
+    rewards are used.
 
-    They are from a file of the configuration, or from the critic of recipe sweet_rl, which holds out a part of
-    `split_tasks`.
+    The scores are from a file that the configuration names, or from the critic of recipe sweet_rl, which holds out a
+    part of `split_tasks`.
     """
     if config.recipe == "sweet_rl":
         advantages, notes = await _turn_advantages(folder, config, workflow, store, split_tasks, say)

@@ -189,7 +189,7 @@ def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
         if tool not in KEEP_FILES:
             continue
         try:
-            tracker = _open_tracker(tool, config, run.absolute(), 0)
+            tracker = _open_tracker(tool, config, run.absolute(), done=0)
             try:
                 tracker.keep(export, EXPORT_ARTEFACT, without=VERSIONS)
             finally:

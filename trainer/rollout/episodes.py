@@ -67,11 +67,11 @@ def answering(
     )
 
 
-def finished_episodes(run: RolloutRun, step: int, tasks: Container[str]) -> tuple[list[Episode], int]:
-    """Find the recorded episodes of `tasks` in a step that have ended, one for each rollout.
+def reuse_finished_episodes(run: RolloutRun, step: int, tasks: Container[str]) -> tuple[list[Episode], int]:
+    """Find the recorded episodes of `tasks` in a step that have ended and are complete, one for each rollout.
 
-    Returns them, and the number of episodes that lack records or rewards. The latter are marked as cancelled in the
-    store, so that they are run again.
+    Episodes that lack records or rewards are marked as cancelled in the store, so that they are run again. Returns the
+    complete episodes, and the number of the others.
     """
     done: dict[tuple[str, int], Episode] = {}  # by task and rollout
     incomplete: list[Episode] = []

@@ -261,19 +261,24 @@ class WorkerPool:
             worker.replace_if_idle()
 
     def _loss_by_blocking(self, worker: _Worker, heartbeat: Heartbeat) -> Loss | None:
-        """Return a loss if code blocks the event loop of a worker for longer than the time-out of its episode."""
+        """Return a loss if code blocks the event loop of a worker for longer than the time-out of its episode.
+
+        The job whose code blocks it is the culprit. If it is not known, the shortest time-out of all jobs counts.
+        """
         if not heartbeat.blocked:
             return None
-        text = f"its event loop was blocked for {heartbeat.blocked:.0f} s at {heartbeat.where}"
         culprit = worker.running.get(heartbeat.culprit or "")
         if culprit is None:
+            seconds = heartbeat.blocked
             limit = self._shortest_timeout(worker)
-            if limit is None or heartbeat.blocked <= limit + _SLACK_SECONDS:
-                return None
-            return Loss(text)
-        limit = culprit.request.options.timeout
-        if limit is None or time.monotonic() - culprit.started <= limit + _SLACK_SECONDS:
+        else:
+            seconds = time.monotonic() - culprit.started
+            limit = culprit.request.options.timeout
+        if limit is None or seconds <= limit + _SLACK_SECONDS:
             return None
+        text = f"its event loop was blocked for {heartbeat.blocked:.0f} s at {heartbeat.where}"
+        if culprit is None:
+            return Loss(text)
         text += f", by the episode {culprit.name}, which has a time-out of {limit} s"
         return Loss(text, culprit.request.id)
 

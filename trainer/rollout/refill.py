@@ -119,6 +119,7 @@ async def run_refill(
             refill.ended(task_ids, [episode.id for episode in new], await compare(episodes))
 
     try:
+        # 1. Draw and run tasks until no useful group is missing.
         while refill.missing:
             running_count = sum(len(task_ids) for task_ids in running.values())
             drawn = refill.more(running_count, at_once)
@@ -133,6 +134,7 @@ async def run_refill(
             ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             await take(ended)
 
+        # 2. Until training waits for this step, let the tasks end that still run.
         while running and not needed.is_set():
             awaited: set[asyncio.Task[Any]] = {*running, waiting_for_need}
             ended, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)

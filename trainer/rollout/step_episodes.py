@@ -9,7 +9,7 @@ from cotune.errors import RunError
 from cotune.records.policies import unlisted_roles_text
 from cotune.records.structs import Episode
 from cotune.trainer.reporting.progress import Progress
-from cotune.trainer.rollout.episodes import finished_episodes
+from cotune.trainer.rollout.episodes import reuse_finished_episodes
 from cotune.trainer.run.run import RolloutRun
 
 
@@ -24,7 +24,7 @@ class StepEpisodes:
         self._tasks = {task.id: task for task in run.schedule.named([*drawn.own, *drawn.reserve])}
         self._recorded: dict[tuple[str, int], Episode] = {}  # by task and rollout
 
-        finished, incomplete = finished_episodes(run, step, self._tasks)
+        finished, incomplete = reuse_finished_episodes(run, step, self._tasks)
         self.add(finished)
         if incomplete:
             progress.say(f"{incomplete} episodes of step {step + 1} lack records or rewards: they are run again")

@@ -114,11 +114,14 @@ def schema_of(example: Any) -> Any:
 def shown_form(prompt: str) -> str | None:
     """A text in the form that a prompt shows: labels, tags, a fenced block, a quoted example, Markdown; else None."""
     parts = [example for _, example in QUOTED_EXAMPLE.findall(prompt)]
+    # Labels with a placeholder or an example behind them: on a line of their own, in quotes, or in quotes with the
+    # description after them.
     labels = re.findall(r"^[ \t*#-]*([A-Z][\w ]{0,30}?)\**: *(?!.*</)([\[<{(][^\n]*)", prompt, re.M)
     labels += re.findall(r"['\"`]([A-Z][\w ]{0,30}): *([A-Z]|\d+|\.{3}|[\[<{(][^'\"`\n]*)['\"`]", prompt)
     labels += re.findall(r"['\"`]([A-Z][\w ]{0,30}): ?['\"`]( [^\n.]{0,60})", prompt)
     for label, placeholder in dict.fromkeys(labels):
         parts.append(f"{label}: {fill_placeholder(label, placeholder)}")
+    # Pairs of tags, and tags that a sentence asks for ("in <answer> tags").
     for tag in dict.fromkeys(re.findall(r"<(\w+)>", prompt)):
         contents = re.findall(rf"<{tag}>(.*?)</{tag}>", prompt, re.S)
         if contents or re.search(rf"<{tag}> tags?\b", prompt):

@@ -487,7 +487,9 @@ def _free_room(model: PolicyModel, settings: LearnerSettings, reserved: int) -> 
         kept = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
         free = int(free_outside) + int(kept)
         limit = free - reserved
-        return Room(usual_share(limit, 0, "cuda"), limit, f"the {free / 2**30:.1f} GiB that are free on the GPU")
+        return Room(
+            usual_share(limit, total=0, device="cuda"), limit, f"the {free / 2**30:.1f} GiB that are free on the GPU"
+        )
     free, total = machine_memory()
     limit = free - reserved
     return Room(usual_share(limit, total, "cpu"), limit, f"the {free / 2**30:.1f} GiB that are free")
