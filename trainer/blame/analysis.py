@@ -83,21 +83,21 @@ def blame(
     print(found.sentence, found.at_fault, found.roles)
     ```
     """
-    chosen = msgspec.structs.replace(options or BlameOptions(), **settings)
-    app = workflow_of(workflow).named_by(chosen.roles_by)
-    read_references(chosen, responder)  # raises before anything is written
-    drawn = tasks_to_analyse(tasks, chosen)
-    layout = RunLayout(Path(chosen.out).absolute())
+    all_options = msgspec.structs.replace(options or BlameOptions(), **settings)
+    app = workflow_of(workflow).named_by(all_options.roles_by)
+    read_references(all_options, responder)  # raises before anything is written
+    drawn = tasks_to_analyse(tasks, all_options)
+    layout = RunLayout(Path(all_options.out).absolute())
     address = workflow if isinstance(workflow, str) else ""
     console = terminal(stderr=True)
     say = partial(print_line, console)
-    with open_folder(layout, app, address, drawn, chosen), open_store(layout.records) as store:
-        if chosen.records is not None:
+    with open_folder(layout, app, address, drawn, all_options), open_store(layout.records) as store:
+        if all_options.records is not None:
             # The folder stays complete if the records that the episodes come from are deleted.
-            with open_store(chosen.records, read_only=True) as source:
+            with open_store(all_options.records, read_only=True) as source:
                 copy_episodes(source, store, list(drawn.recorded))
         with episode_bar(console, total=None, name="runs") as on_run:
-            analysis = run_sync(analyse(app, drawn, chosen, store, own=responder, say=say, on_run=on_run))
+            analysis = run_sync(analyse(app, drawn, all_options, store, own=responder, say=say, on_run=on_run))
         result = msgspec.structs.replace(analysis.result(), path=str(layout.path))
         write_atomically(layout.path / REPORT, json.dumps(result.to_json(), indent=2).encode())
         return result

@@ -14,16 +14,16 @@ def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSe
     """Check the table [records] against the recipe: only recipes that learn from records use it, and they need some of
     its settings. Raises ConfigError.
     """
-    if (shown := without_password(records.path)) != records.path:
+    if (shown_path := without_password(records.path)) != records.path:
         remedy = "Leave it out, and set PGPASSWORD or write ~/.pgpass."
-        raise ConfigError("records.path", shown, "has a password, which run.json would keep", remedy)
+        raise ConfigError("records.path", shown_path, "has a password, which run.json would keep", remedy)
     if records.since not in ("", "last"):
         moment("records.since", records.since)
     if recipe not in FROM_RECORDS:
         if records.path:
-            known = " or ".join(FROM_RECORDS)
+            names = " or ".join(FROM_RECORDS)
             raise ConfigError(
-                "recipe", recipe, "does not learn from records", f"Use --recipe {known}, or leave out --records."
+                "recipe", recipe, "does not learn from records", f"Use --recipe {names}, or leave out --records."
             )
         return
     if not records.path:

@@ -40,11 +40,11 @@ def resolve_plan(config: TrainConfig, scorers: Sequence[str], workflow: str = "s
         )
     recipes = policy_recipes(config, kind)
     check_together(recipes)
-    for chosen in recipes.every:
-        if chosen.loss.token_loss and config.cluster.on_ray:
-            fault = f"cannot be used on a cluster, whose learners do not have the file of {chosen.loss.token_loss}"
-            raise ConfigError("recipe", chosen.name, fault, 'Set cluster.address = "none".')
-        check_own(chosen)
+    for method in recipes.every:
+        if method.loss.token_loss and config.cluster.on_ray:
+            fault = f"cannot be used on a cluster, whose learners do not have the file of {method.loss.token_loss}"
+            raise ConfigError("recipe", method.name, fault, 'Set cluster.address = "none".')
+        check_own(method)
     if kind == "replay":
         reason = "a call is judged by the outcome of the episode that goes on from it"
     elif scorers:
@@ -71,15 +71,15 @@ def _check_policy_plans(config: TrainConfig, kind: PlanKind) -> None:
 
 
 def resolve_policies(
-    config: TrainConfig, seen: Sequence[str], *, scored: Sequence[str] | None = None, workflow: str = "solve"
+    config: TrainConfig, called_roles: Sequence[str], *, scored: Sequence[str] | None = None, workflow: str = "solve"
 ) -> Policies:
     """Return the policy of each role: by the [[policy]] tables, or without any by the layout `policies`.
 
-    `seen` are the roles that have called. Only roles in `scored` can be trained (None: all); a layout leaves the others
-    frozen. `workflow` is the name of the workflow's function. Raises ConfigError for roles without a policy, policies
-    of unknown roles, and policies that cannot be trained.
+    `called_roles` are the roles that have called so far. Only roles in `scored` can be trained (None: all); a layout
+    leaves the others frozen. `workflow` is the name of the workflow's function. Raises ConfigError for roles without a
+    policy, policies of unknown roles, and policies that cannot be trained.
     """
-    all_roles = sorted({*seen, *config.roles})
+    all_roles = sorted({*called_roles, *config.roles})
     trainable = [role for role in all_roles if scored is None or role in scored]
     if not config.policy:
         policies = policies_for(config.policies, trainable, config.lora.spec)

@@ -95,32 +95,34 @@ def evaluate(
     ```
     """
     # 1. Check all input before a model is loaded.
-    chosen = msgspec.structs.replace(options or EvaluationOptions(), **settings)
+    all_options = msgspec.structs.replace(options or EvaluationOptions(), **settings)
     app = workflow_of(workflow)
     held_out = as_tasks(tasks)
-    out = None if chosen.out is None else _new_folder(chosen.out)
-    modes = modes_of(source is None, chosen)
-    temperature = temperature_of(modes, chosen.temperature)
-    subject = open_subject(source, chosen)
+    out = None if all_options.out is None else _new_folder(all_options.out)
+    modes = modes_of(source is None, all_options)
+    temperature = temperature_of(modes, all_options.temperature)
+    subject = open_subject(source, all_options)
     evaluated = subject.policies
 
     # 2. Use the application as in training, as far as the options do not override that.
     configs = {run: convert(read_config(run)) for run in subject.runs}
-    app = _application_of_training(app, subject, configs, chosen)
+    app = _application_of_training(app, subject, configs, all_options)
     goal, goal_note = _goal(subject, configs, app)
     contest = dataclasses.replace(subject.contest(modes, temperature), own_sampling=evaluated.evaluation_sampling)
-    prices = _prices(configs.values(), chosen.prices, evaluated)
-    timeout = chosen.timeout
+    prices = _prices(configs.values(), all_options.prices, evaluated)
+    timeout = all_options.timeout
     if timeout is None:
         timeout = max([config.episode_timeout for config in configs.values()], default=TIMEOUT)
-    chosen = msgspec.structs.replace(chosen, prices=prices, timeout=timeout)
-    recorded = read_recorded(chosen.records, held_out, prices, goal) if chosen.records is not None else None
+    all_options = msgspec.structs.replace(all_options, prices=prices, timeout=timeout)
+    recorded = read_recorded(all_options.records, held_out, prices, goal) if all_options.records is not None else None
     max_tokens = max([config.sampling.max_tokens for config in configs.values()], default=SamplingParams().max_tokens)
 
     # 3. Play all modes.
     with _claimed_folder(out, subject.own_run) as (claimed, claim_notes):
         report, contest = run_sync(
-            _evaluate(app, held_out, evaluated, contest, chosen, claimed, training_max_tokens=max_tokens, goal=goal)
+            _evaluate(
+                app, held_out, evaluated, contest, all_options, claimed, training_max_tokens=max_tokens, goal=goal
+            )
         )
 
     # 4. Complete the report and write it.
@@ -168,13 +170,13 @@ def _application_of_training(
     return app.prompted(subject.prompts(options.prompts))
 
 
-def _prices(configs: Iterable[TrainConfig], chosen: Prices, evaluated: EvaluatedPolicies) -> Prices:
-    """Return the prices of the runs, overridden by the `chosen` ones. The price of a base model is also the price of
+def _prices(configs: Iterable[TrainConfig], chosen_prices: Prices, evaluated: EvaluatedPolicies) -> Prices:
+    """Return the prices of the runs, which `chosen_prices` override. The price of a base model is also the price of
     each of its policies that has none."""
     prices: dict[str, tuple[float, float]] = {}
     for config in configs:
         prices.update(config.prices)
-    prices.update(chosen)
+    prices.update(chosen_prices)
     for model, policies in evaluated.bases.items():
         base_price = prices.get(model, prices.get(Path(model).name))
         if not base_price:

@@ -50,8 +50,8 @@ def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
         held_out = _load_held_out(config.evaluation)
         return Split(tasks=tasks, held_out=held_out, note=what_tasks_show(len(held_out)) if held_out else "")
     wanted = min(len(tasks) // SHARE, MOST)
-    chosen = _choose(tasks, wanted, config) if wanted >= LEAST else set()
-    if len(chosen) < LEAST:
+    held_out_ids = _choose(tasks, wanted, config) if wanted >= LEAST else set()
+    if len(held_out_ids) < LEAST:
         few = f"no task is held out: {plural(len(tasks), 'task')}, and {SHARE * LEAST} different ones are needed"
         if needing := config.evaluation.needing_tasks:
             raise ConfigError(
@@ -61,20 +61,20 @@ def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
                 _REMEDY,
             )
         return Split(tasks=tasks, note=f"{few}, so the policies' success on new tasks is not measured. {_REMEDY}")
-    return _hold_out(
-        tasks,
-        chosen,
-        f"held out: {len(chosen)} of {plural(len(tasks), 'task')}, never trained on. The policies are tried on them "
-        f"before the first step and after the last one; {what_tasks_show(len(chosen))} (--eval-tasks FILE takes "
-        "others, --eval-tasks none turns it off)",
+    count = len(held_out_ids)
+    note = (
+        f"held out: {count} of {plural(len(tasks), 'task')}, never trained on. The policies are tried on them before "
+        f"the first step and after the last one; {what_tasks_show(count)} (--eval-tasks FILE takes others, "
+        "--eval-tasks none turns it off)"
     )
+    return _hold_out(tasks, held_out_ids, note)
 
 
 def split_again(tasks: Sequence[Task], config: TrainConfig, described: Mapping[str, Any]) -> Split:
     """Split the tasks of a resumed run. Tasks that run.json lists as held out are never trained on, even if the run is
     evaluated on others now. Raises ConfigError."""
-    chosen = set((described.get("held") or {}).get("held_out", ()))
-    split = _hold_out(tasks, chosen, note="")
+    held_out_ids = set((described.get("held") or {}).get("held_out", ()))
+    split = _hold_out(tasks, held_out_ids, note="")
     if config.from_records or config.evaluation.tasks:
         return Split(tasks=split.tasks, held_out=_load_held_out(config.evaluation))
     return split
@@ -118,11 +118,11 @@ def _load_held_out(config: EvaluationConfig) -> list[Task]:
         raise ConfigError("evaluation.tasks", error.value, error.fault, error.remedy) from None
 
 
-def _hold_out(tasks: Sequence[Task], chosen: set[str], note: str) -> Split:
-    """Divide the tasks into held-out ones, whose ids are in `chosen`, and tasks to train on."""
-    held_out = [task for task in tasks if task.id in chosen]
+def _hold_out(tasks: Sequence[Task], held_out_ids: set[str], note: str) -> Split:
+    """Divide the tasks into held-out ones, whose ids are in `held_out_ids`, and tasks to train on."""
+    held_out = [task for task in tasks if task.id in held_out_ids]
     return Split(
-        tasks=[task for task in tasks if task.id not in chosen],
+        tasks=[task for task in tasks if task.id not in held_out_ids],
         held_out=held_out,
         chosen_ids=[task.id for task in held_out],
         note=note,
@@ -145,14 +145,14 @@ def _choose(tasks: Sequence[Task], wanted: int, config: TrainConfig) -> set[str]
         return hashlib.blake2b(f"{config.seed} {same_input[0].id}".encode(), digest_size=16).digest()
 
     left_to_train = Counter(_level(task, config.curriculum.by) for task in tasks)
-    chosen: set[str] = set()
+    held_out_ids: set[str] = set()
     for same_input in sorted(tasks_of_input.values(), key=rank):
         levels = Counter(_level(task, config.curriculum.by) for task in same_input)
         would_empty_a_level = any(left_to_train[level] <= count for level, count in levels.items())
-        if len(chosen) + len(same_input) <= wanted and not would_empty_a_level:
-            chosen.update(task.id for task in same_input)
+        if len(held_out_ids) + len(same_input) <= wanted and not would_empty_a_level:
+            held_out_ids.update(task.id for task in same_input)
             left_to_train -= levels
-    return chosen
+    return held_out_ids
 
 
 def _level(task: Task, by: str) -> Any:

@@ -114,8 +114,8 @@ def open_subject(source: str | Path | Mapping[str, str | Path] | None, options: 
             team.policies, list(dict.fromkeys(team.sources.values())), _contest_of(team.policies), note=team.note
         )
     trained = read_trained(source, "run")
-    place = Path(trained.place)
-    if (place / "config.json").is_file() and not is_run(place) and not is_export(place):
+    folder = Path(trained.place)
+    if (folder / "config.json").is_file() and not is_run(folder) and not is_export(folder):
         remedy = f"Evaluate the model alone: --base {source}"
         raise ConfigError("run", str(source), "is a model, not a run or an export", remedy)
     if options.against is not None:
@@ -150,15 +150,15 @@ def _open_against(source: Source, against: Source, moved: Moved) -> Subject:
 
     # Both may have policies of the same name. One sampler serves both, so all policies get unique names.
     bases = SharedBases()
-    opened = {side: open_source(side, moved, bases) for side in both}
+    policies_of_source = {side: open_source(side, moved, bases) for side in both}
     keys: list[tuple[Source, str]] = []
-    for side, policies in opened.items():
+    for side, policies in policies_of_source.items():
         keys += [(side, policy.name) for policy in policies.policies]
     names = unique_names(keys)
 
     all_policies: list[TrainedPolicy] = []
     sides: dict[str, Side] = {}
-    for label, (side, policies) in zip(labels, opened.items(), strict=True):
+    for label, (side, policies) in zip(labels, policies_of_source.items(), strict=True):
         renamed = [dataclasses.replace(policy, name=names[side, policy.name]) for policy in policies.policies]
         all_policies += renamed
         if side.kind == "model":
@@ -180,7 +180,7 @@ def _open_against(source: Source, against: Source, moved: Moved) -> Subject:
         policies_of_side = dataclasses.replace(policies, policies=renamed)
         sides[label] = Side(policies_of_side.roles, OtherPlayers(stand_in, policies_of_side.provider_roles))
     return Subject(
-        EvaluatedPolicies(opened[source].model, all_policies),
+        EvaluatedPolicies(policies_of_source[source].model, all_policies),
         both,
         lambda modes, temperature: contest_of_sides(sides, [(labels[0], labels[1:])], modes, temperature),
     )
@@ -262,10 +262,10 @@ def trained_on_notes(runs: Sequence[Path], tasks: Sequence[Task]) -> Iterator[st
         file = described.get("tasks")
         if not isinstance(file, str):
             continue
-        place = Path(relocated(file, described, run))
-        if not place.is_file():
+        tasks_file = Path(relocated(file, described, run))
+        if not tasks_file.is_file():
             continue
         held_out = set((described.get("held") or {}).get("held_out", ()))
-        trained = load_tasks(place)
+        trained = load_tasks(tasks_file)
         for text in overlap([task for task in trained if task.id not in held_out], tasks):
             yield f"{run.name}: {text}."

@@ -41,7 +41,7 @@ def open_team(sources: Mapping[str, Source], moved: Moved = None) -> Team:
     opened.
     """
     bases = SharedBases()
-    opened = {source: open_source(source, moved, bases) for source in dict.fromkeys(sources.values())}
+    policies_of_source = {source: open_source(source, moved, bases) for source in dict.fromkeys(sources.values())}
 
     # 1. The policies that play, and the roles of each. Keys are the source and the name of the policy in that source.
     roles_of_policy: dict[tuple[Source, str], list[str]] = {}
@@ -54,16 +54,16 @@ def open_team(sources: Mapping[str, Source], moved: Moved = None) -> Team:
 
     for role, source in sources.items():
         if role != REST:
-            play(role, source, _policy_for(role, source, opened[source]))
+            play(role, source, _policy_for(role, source, policies_of_source[source]))
     default_source = sources.get(REST)
     if default_source is not None and default_source.kind != "model":
-        for policy in opened[default_source].policies:
+        for policy in policies_of_source[default_source].policies:
             for role in policy.roles:
                 if role not in sources:
                     play(role, default_source, policy)
 
     # 2. The player of all other roles.
-    other_player, note = _player_of_other_roles(sources, opened)
+    other_player, note = _player_of_other_roles(sources, policies_of_source)
     model = other_player.model
     if model is None:
         model = next((policy.model for policy in playing.values() if policy.model), None)
@@ -97,29 +97,29 @@ def open_source(source: Source, moved: Moved, bases: SharedBases) -> EvaluatedPo
         policy = TrainedPolicy(name=source.name, kind="frozen", version=0, roles=(), model=model)
         return EvaluatedPolicies(model, [policy])
     try:
-        opened = open_evaluated_policies(source.place, moved, step=source.step)
-        opened.check_bases()
+        evaluated = open_evaluated_policies(source.place, moved, step=source.step)
+        evaluated.check_bases()
         policies: list[TrainedPolicy] = []
-        for policy in opened.policies:
+        for policy in evaluated.policies:
             if policy.model:
                 policy = dataclasses.replace(policy, model=bases.name(policy.model))
             policies.append(policy)
-        return dataclasses.replace(opened, model=bases.name(opened.model), policies=policies)
+        return dataclasses.replace(evaluated, model=bases.name(evaluated.model), policies=policies)
     except AdapterError as error:
         raise AdapterError(f"{source.text}: {error.cause}", error.remedy) from None
     except ConfigError as error:
         raise ConfigError(error.field, error.value, f"(of {source.text}) {error.fault}", error.remedy) from None
 
 
-def _policy_for(role: str, source: Source, opened: EvaluatedPolicies) -> TrainedPolicy:
+def _policy_for(role: str, source: Source, policies: EvaluatedPolicies) -> TrainedPolicy:
     """Return the policy of `source` for a role. A model plays any role."""
     if source.kind == "model":
-        return opened.policies[0]
-    for policy in opened.policies:
+        return policies.policies[0]
+    for policy in policies.policies:
         if role in policy.roles:
             return policy
     roles: list[str] = []
-    for policy in opened.policies:
+    for policy in policies.policies:
         roles += policy.roles
     fault = f"has no policy of role {role!r}; it has policies of: {', '.join(roles) or 'none'}"
     raise ConfigError("use", f"{role}={source.text}", fault, "Name another run, or a model, for this role.")
@@ -134,15 +134,15 @@ class _OtherPlayer(NamedTuple):
 
 
 def _player_of_other_roles(
-    sources: Mapping[str, Source], opened: Mapping[Source, EvaluatedPolicies]
+    sources: Mapping[str, Source], policies_of_source: Mapping[Source, EvaluatedPolicies]
 ) -> tuple[_OtherPlayer, str]:
     """Return who plays the roles that `--use` does not name, and a note if the sources do not agree on that ("" if they
     do). If they do not agree, the application's own provider plays these roles.
     """
     if REST in sources:
-        return _other_player(opened[sources[REST]]), ""
+        return _other_player(policies_of_source[sources[REST]]), ""
     source_of_player: dict[_OtherPlayer, Source] = {}
-    for source, policies in opened.items():
+    for source, policies in policies_of_source.items():
         if source.kind != "model":
             source_of_player.setdefault(_other_player(policies), source)
     provider = _OtherPlayer("provider", model=None)

@@ -82,10 +82,10 @@ def read_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Opt
 
     parameters = policy.parameters()
     optimizer.state.clear()
-    parts = folder / f"{policy.index}.optimizer"
-    if parts.is_dir():
-        _create_state(parameters, optimizer, _sharded_names(parts))
-        _read_sharded(parts, _optimizer_tensors(parameters, optimizer))
+    sharded_folder = folder / f"{policy.index}.optimizer"
+    if sharded_folder.is_dir():
+        _create_state(parameters, optimizer, _sharded_names(sharded_folder))
+        _read_sharded(sharded_folder, _optimizer_tensors(parameters, optimizer))
         return
     with safe_open(folder / f"{policy.index}.optimizer.safetensors", "pt") as file:
         names = list(file.keys())

@@ -57,7 +57,7 @@ def open_policy_models(
     """
     device = torch.device("meta") if empty else _torch_device(device_name or settings.device)
     trained = [spec for spec in policies.specs.values() if spec.trained]
-    opened: dict[str, PolicyModel] = {}
+    models: dict[str, PolicyModel] = {}
     adapters_of_base: dict[str, PolicyModel] = {}
     with torch.random.fork_rng(devices=[]):
         for index, spec in enumerate(trained):
@@ -65,22 +65,22 @@ def open_policy_models(
             path = spec.model or model
             if spec.kind == "full":
                 has_reference = spec.name in reference
-                opened[spec.name] = _open_full(spec, index, path, device, settings, has_reference=has_reference)
+                models[spec.name] = _open_full(spec, index, path, device, settings, has_reference=has_reference)
             else:
                 # Adapters of one base share its network.
                 policy = _open_adapter(spec, index, path, device, settings, adapters_of_base.get(path))
-                adapters_of_base[path] = opened[spec.name] = policy
-    if not opened:
+                adapters_of_base[path] = models[spec.name] = policy
+    if not models:
         kinds = {name: spec.kind for name, spec in policies.specs.items()}
         raise ConfigError("policies", kinds, "has nothing to train", "Add a policy of kind lora or full.")
     if not empty:
-        for network in {id(policy.network): policy.network for policy in opened.values()}.values():
+        for network in {id(policy.network): policy.network for policy in models.values()}.values():
             _check_head(network)
     if settings.shared_prompts:
-        for kind in sorted({type(p.network).__name__ for p in opened.values() if not p.logprob_model.shares}):
+        for kind in sorted({type(p.network).__name__ for p in models.values() if not p.logprob_model.shares}):
             why = "not every layer is full attention, or it sees images"
             log.warning("%s: %s. Common beginnings of rows are computed for each row.", kind, why)
-    return opened
+    return models
 
 
 def _open_full(

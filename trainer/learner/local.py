@@ -567,15 +567,15 @@ def _backward_pass(update: Update, rows: Sequence[int], inputs: PassInputs) -> _
     new, entropy = model.token_logprobs(inputs)
     tokens = update.tokens.of_pass(rows, update.weight, new=new, entropy=entropy, untrained=untrained)
     tokens.new.retain_grad()
-    parts = policy_loss(loss, tokens)
-    parts.loss.backward()
+    loss_parts = policy_loss(loss, tokens)
+    loss_parts.loss.backward()
     slope = tokens.new.grad
     if slope is None:  # the loss does not depend on the log-probabilities
         slope = torch.zeros_like(tokens.new)
     return _ComputedPass(
         rows=rows,
         tokens=tokens.detached(),
-        loss=parts._replace(loss=parts.loss.detach()),
+        loss=loss_parts._replace(loss=loss_parts.loss.detach()),
         slope=slope,
         computed=inputs.computed,
     )

@@ -56,9 +56,9 @@ async def warm_start(
     """
     # 1. The trained policies of the source, by role.
     bases = _bases_of_export(source, model, policies) if is_export(Path(source)) else None
-    opened = await asyncio.to_thread(open_evaluated_policies, source, bases)
+    source_policies = await asyncio.to_thread(open_evaluated_policies, source, bases)
     source_policy_of_role: dict[str, TrainedPolicy] = {}
-    for source_policy in opened.policies:
+    for source_policy in source_policies.policies:
         if source_policy.weights is not None:
             source_policy_of_role |= dict.fromkeys(source_policy.roles, source_policy)
 

@@ -57,9 +57,9 @@ def date_in(text: str) -> str:
 
 def options_in(text: str) -> list[str]:
     """The options that a text lists: `select from: a, b`, `valid names are 'x' and 'y'`, `'m' or 'f'`."""
-    for listed in OPTIONS.finditer(text):
-        options = split_list(listed[1])
-        if len(options) > 1 or (options and QUOTED.search(listed[1])):
+    for listing in OPTIONS.finditer(text):
+        options = split_list(listing[1])
+        if len(options) > 1 or (options and QUOTED.search(listing[1])):
             return options[:MOST_OPTIONS]
     plain = QUOTED_LIST.search(text) or PLAIN_LIST.search(text)
     return split_list(plain[0])[:MOST_OPTIONS] if plain else []

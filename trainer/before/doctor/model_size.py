@@ -235,9 +235,9 @@ def _find_layers(network: Any) -> tuple[Any, str]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     parent, list_name = None, ""
-    number = network.config.get_text_config().num_hidden_layers
+    layer_count = network.config.get_text_config().num_hidden_layers
     for name, module in network.named_modules():
-        if not isinstance(module, ModuleList) or len(module) != number:
+        if not isinstance(module, ModuleList) or len(module) != layer_count:
             continue
         if isinstance(module[0], GradientCheckpointingLayer):
             parent_name, _, list_name = name.rpartition(".")

@@ -484,8 +484,8 @@ def _free_room(model: PolicyModel, settings: LearnerSettings, reserved: int) -> 
     if on_gpu:
         free_outside, _ = torch.cuda.mem_get_info(model.device)
         # Memory that torch's allocator keeps for later counts as free, because passes take it from there.
-        kept = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-        free = int(free_outside) + int(kept)
+        cached = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+        free = int(free_outside) + int(cached)
         limit = free - reserved
         return Room(
             usual_share(limit, total=0, device="cuda"), limit, f"the {free / 2**30:.1f} GiB that are free on the GPU"

@@ -41,15 +41,15 @@ def open_joined(
     loading_settings = settings
     if only_adapters and rounds_products(settings.precision, device):
         loading_settings = replace(settings, dtype="float32")
-    opened = open_policy_models(model, policies, loading_settings, reference=reference, seed=seed)
+    models = open_policy_models(model, policies, loading_settings, reference=reference, seed=seed)
     if device == "cpu" and loading_settings.precision != "float32":
-        return opened  # a processor without bfloat16: autocast emulates it
-    for policy in {id(policy.network): policy for policy in opened.values()}.values():
+        return models  # a processor without bfloat16: autocast emulates it
+    for policy in {id(policy.network): policy for policy in models.values()}.values():
         if policy.adapter is not None and (device != "cpu" or only_adapters):
             compute_joined(policy.logprob_model, settings.precision)
             if device == "cpu":
                 policy.logprob_model.round_logit_products(settings.precision)
-    return opened
+    return models
 
 
 def compute_joined(model: LogprobModel, precision: str) -> AdapterCopies:
