@@ -95,12 +95,10 @@ async def run_refill(
     """Draw tasks until every role has enough groups with different rewards or the budget is spent. Returns the new
     episodes, and the ids of the tasks that did not end in time, whose episodes are cancelled.
 
-    `first_episodes` are the episodes of the step's first tasks.
-
-    Without `at_once`, all drawn tasks must end before more are drawn, so the draws do not depend on time. With it, at
-    most `at_once` tasks run at the same time, and the refill may be complete whenever one of them ends. Until training
-    waits for this step (`needed`), the refill also waits for running tasks that it no longer needs. Otherwise slow
-    tasks would be missing more often than others.
+    `first_episodes` are the episodes of the step's first tasks. Without `at_once`, all drawn tasks must end before more
+    are drawn, so the draws do not depend on time. With it, at most `at_once` tasks run at the same time, and the refill
+    may be complete whenever one of them ends. Until training waits for this step (`needed`), the refill also waits for
+    running tasks that it no longer needs. Otherwise slow tasks would be missing more often than others.
     """
     known_ids = {episode.id for episode in first_episodes}
     added: list[Episode] = []
@@ -134,7 +132,7 @@ async def run_refill(
             ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             await take(ended)
 
-        # 2. Until training waits for this step, let the tasks end that still run.
+        # 2. Wait for running tasks until training waits for this step.
         while running and not needed.is_set():
             awaited: set[asyncio.Task[Any]] = {*running, waiting_for_need}
             ended, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)

@@ -328,7 +328,11 @@ def test_a_row_that_does_not_fit_is_named_before_the_first_step(
     trainer: Trainer, records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapt = PassSize.adapt
-    monkeypatch.setattr(PassSize, "adapt", lambda size, *chosen: adapt(size, *chosen[:3], 5, "memory"))
+
+    def with_room_for_five_tokens(size: PassSize, fits: Any, wanted: Any, **options: Any) -> None:
+        adapt(size, fits, wanted, **{**options, "longest_row": 5, "memory_name": "memory"})
+
+    monkeypatch.setattr(PassSize, "adapt", with_room_for_five_tokens)
     with pytest.raises(LearnerError, match=r"^Row .* has \d+ tokens; a pass of one row fits up to 5 into memory"):
         learn(trainer, records)
     assert not (trainer.folder / "run" / "metrics.jsonl").exists()
