@@ -89,38 +89,53 @@ def collect(
     # The forked call of the trunk, by the call that replaces it in a branch: siblings have the same one.
     trunk_calls = {e.fork.at: e.fork.call for e in episodes if e.fork is not None}
     calls = _choose_calls(store, episodes, trunk_calls, rules)
-    rewards = _load_rewards(store, episodes, calls)
-    left_out = calls.left_out
 
-    # One sample per candidate that is sound and has its reward.
-    samples: list[Sample] = []
-    unrewarded: set[str] = set()
-    for episode, call in calls.usable:
-        method = method_of(call.role)
-        for candidate in call.candidates:
-            reason = _candidate_reason(candidate, call, plan)
-            if reason is None:
-                sample = _make_sample(episode, call, candidate, rewards, calls, rules)
-                if method is None or method.takes_rewards:
-                    reason = _reward_reason(sample, call, plan)
-            if reason is not None:
-                left_out[reason] += 1
-                if reason == "missing_reward" and call.policy is not None:
-                    unrewarded.add(call.policy.name)
-                continue
-            if plan == "replay":
-                sample = _place_in_branch(sample, trunk_calls.get(call.id), calls.turns)
-            samples.append(sample)
+    # The rewards of the episodes and of the candidates, in one query.
+    targets = [episode.id for episode in episodes]
+    targets += [candidate_id(call.id, candidate.index) for _, call in calls.usable for candidate in call.candidates]
+    # A call that a replay repeated has its rewards under the recorded call's id.
+    targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in calls.joined]
+    rewards = store.rewards(targets)
+    samples, unrewarded = _make_samples(calls, rewards, trunk_calls, rules)
     return Collected(
         samples=samples,
         others=_other_answers(samples, rewards, calls, rules),
         calls={call.id: call for _, call in calls.usable},
-        left_out=dict(left_out),
+        left_out=dict(calls.left_out),
         roles=frozenset(calls.roles),
         unrewarded=frozenset(unrewarded),
         images=calls.images,
         outcomes={episode.id: rewards[episode.id] for episode in episodes if rewards.get(episode.id)},
     )
+
+
+def _make_samples(
+    calls: _Calls, rewards: Mapping[str, Mapping[str, float]], trunk_calls: Mapping[str, str], rules: _Rules
+) -> tuple[list[Sample], set[str]]:
+    """Make a sample of each candidate of the usable calls that is sound and has its reward. The other candidates are
+    counted in `calls.left_out`.
+
+    Returns the samples, and the names of the policies with a candidate that lacks its reward.
+    """
+    samples: list[Sample] = []
+    unrewarded: set[str] = set()
+    for episode, call in calls.usable:
+        method = rules.method_of(call.role)
+        for candidate in call.candidates:
+            reason = _candidate_reason(candidate, call, rules.plan)
+            if reason is None:
+                sample = _make_sample(episode, call, candidate, rewards, calls, rules)
+                if method is None or method.takes_rewards:
+                    reason = _reward_reason(sample, call, rules.plan)
+            if reason is not None:
+                calls.left_out[reason] += 1
+                if reason == "missing_reward" and call.policy is not None:
+                    unrewarded.add(call.policy.name)
+                continue
+            if rules.plan == "replay":
+                sample = _place_in_branch(sample, trunk_calls.get(call.id), calls.turns)
+            samples.append(sample)
+    return samples, unrewarded
 
 
 def _other_answers(
@@ -226,15 +241,6 @@ def _first_reason(
     if reason is None and method is not None and method.by_seat and culprit not in (None, call.role):
         reason = "opponent_failed"
     return reason
-
-
-def _load_rewards(store: Store, episodes: Sequence[Episode], calls: _Calls) -> Mapping[str, Mapping[str, float]]:
-    """The rewards of the episodes and of the candidates of their calls, by target, in one query."""
-    targets = [episode.id for episode in episodes]
-    targets += [candidate_id(call.id, c.index) for _, call in calls.usable for c in call.candidates]
-    # A call that a replay repeated has its rewards under the recorded call's id.
-    targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in calls.joined]
-    return store.rewards(targets)
 
 
 def _make_sample(

@@ -113,7 +113,8 @@ def units(samples: Sequence[Sample], reward: Floats, group: Codes, unit: Unit) -
 
 
 def spread(units: Units, n_groups: int) -> Spread:
-    """Statistics of the rewards of `units` in each of `n_groups` groups."""
+    """The size, mean and variance of the rewards in each of g = `n_groups` groups, and whether they are equal."""
+    # All arrays but `group`, which has the group of each unit, [u], have an entry for each group, [g].
     group = units.group
     size = np.bincount(group, minlength=n_groups).astype(np.float64)
     total_weight: Floats = np.bincount(group, units.weight, minlength=n_groups).astype(np.float64)

@@ -79,8 +79,8 @@ def tied(samples: Sequence[Sample], rewards: Floats) -> Bools:
         rewards_of_episode.setdefault(sample.rollout, {}).setdefault(sample.role, set()).add(reward)
     tied_episodes: set[str] = set()
     for episode, rewards_by_role in rewards_of_episode.items():
-        distinct = {frozenset(rewards_of_role) for rewards_of_role in rewards_by_role.values()}
-        if len(rewards_by_role) > 1 and len(distinct) == 1:
+        first, *others = rewards_by_role.values()
+        if others and all(rewards_of_role == first for rewards_of_role in others):
             tied_episodes.add(episode)
     return np.array([sample.rollout in tied_episodes for sample in samples], np.bool_)
 

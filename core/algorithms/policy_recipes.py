@@ -55,12 +55,13 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def every(self) -> list[Method]:
-        """The different recipes, the run's first."""
+        """Each different recipe once, the run's first."""
         return [recipe for recipe, _ in self.parts]
 
     @property
     def names(self) -> str:
-        """The names of the recipes; other recipes than the run's with their policies."""
+        """The names of the recipes as text: `recipe at_grpo, dr_mas for writer`, with the policies that do not use the
+        run's recipe."""
         (of_run, _), *others = self.parts
         texts = [f"recipe {of_run.name}"]
         texts += [f"{recipe.name} for {', '.join(policies)}" for recipe, policies in others]
@@ -97,8 +98,10 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         return by_equal([(self.run, ""), *named])
 
     def split(self, samples: Sequence[Sample]) -> list[tuple[str, Method, list[int]]]:
-        """Divide the samples by the recipe that trains them. Returns for each recipe a name ("" for the run's recipe),
-        the recipe, and the indices of its samples.
+        """Divide the samples by the recipe that trains them.
+
+        Returns for each recipe the names of its policies, joined by "+" ("" for the run's recipe), the recipe, and the
+        indices of its samples.
         """
         # The first part has the run's recipe, which also trains the policies that no [[policy]] table names.
         part_of_policy: dict[str, int] = {}

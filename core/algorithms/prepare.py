@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -114,56 +114,29 @@ def prepare(
     of the candidates of independent rollouts are alone under a recipe that compares candidates of one prompt.
     """
     context = context or StepContext()
-    filters = recipe.filters
     left_out: Counter[str] = Counter()
 
     # 1. One reward for each sample. A sample without one, or whose roles tie, is in no group.
-    samples_and_others = [*samples, *others]
-    step = recipe.step(samples_and_others, state, part)
-    all_rewards = rewards_of(recipe, step)
-    known_rewards = _known_rewards(samples, samples_and_others, all_rewards[: len(samples)])
-    _require_small(samples, all_rewards[: len(samples)])
-    if recipe.takes_rewards:
-        has_reward = ~(np.isnan(all_rewards) | step.unknown)[: len(samples)]
-    else:  # a teacher, or the policy itself, scores these samples
-        all_rewards = np.nan_to_num(all_rewards)
-        has_reward = np.ones(len(samples), np.bool_)
-    rewards = all_rewards[: len(samples)]
-    ties = np.zeros(len(samples), np.bool_)
-    if filters.ties:
-        ties = has_reward & tied(samples, rewards)
-    left_out.update(missing_reward=int((~has_reward).sum()), tie=int(ties.sum()))
+    step = recipe.step([*samples, *others], state, part)
+    rewards = _compute_rewards(samples, step, recipe)
+    left_out.update(missing_reward=int((~rewards.has_reward).sum()), tie=int(rewards.ties.sum()))
 
     # 2. Groups. Calls after the fork of a branch have no group; stage 4 gives them an advantage.
-    usable = [samples[i] for i in np.flatnonzero(has_reward & ~ties)]
+    usable = [samples[i] for i in np.flatnonzero(rewards.has_reward & ~rewards.ties)]
     continuing = [sample for sample in usable if sample.continues]
     built = build_groups([sample for sample in usable if not sample.continues], recipe, part)
     left_out.update(built.left_out)
-    warnings = list(_missing_reward_warnings(samples, has_reward))
-    if recipe.takes_rewards:
-        warnings += _lacking_component_warnings(step)
+    warnings = list(_missing_reward_warnings(samples, rewards.has_reward, step.lacking if recipe.takes_rewards else ()))
     warnings += _lone_candidates_warning(recipe, left_out["group_of_one"], len(usable) - len(continuing))
 
     # 3. Whole groups are filtered before the advantages are computed.
-    index_of = {sample.id: i for i, sample in enumerate(samples)}
-    indices_of_groups: list[Codes] = []
-    for group in built.groups:
-        indices_of_groups.append(np.array([index_of[sample.id] for sample in group.samples], np.int64))
-    stats = group_spread(built.groups, [rewards[indices] for indices in indices_of_groups], recipe)
-    reasons = group_reasons(built.groups, stats, filters, context.consumed)
-    groups: list[Group] = []
-    compared: list[Codes] = []
-    for group, indices, reason in zip(built.groups, indices_of_groups, reasons, strict=True):
-        if reason is None:
-            groups.append(group)
-            compared.append(indices)
-        else:
-            left_out[reason] += len(group.samples)
+    compared = _filter_groups(built.groups, samples, rewards.of_samples, recipe, context.consumed)
+    left_out.update(compared.left_out)
 
     # 4. Advantages of the remaining groups. Each later call of a branch has the advantage of the candidate at its fork.
-    step.groups = compared
-    advantages = advantages_of(recipe, step, all_rewards).tolist()
-    weighed = [_Weighed(samples[i], advantages[i]) for indices in compared for i in indices]
+    step.groups = compared.indices
+    advantages = advantages_of(recipe, step, rewards.with_others).tolist()
+    weighed = [_Weighed(samples[i], advantages[i]) for indices in compared.indices for i in indices]
     advantage_of_branch = {row.sample.rollout: row.advantage for row in weighed}
     for sample in continuing:
         if sample.rollout in advantage_of_branch:
@@ -172,10 +145,10 @@ def prepare(
             left_out["continuation"] += 1
 
     # 5. Single samples are filtered by their advantages. Alignment leaves some out and repeats others.
-    _filter_samples(weighed, groups, recipe, context)
+    _filter_samples(weighed, compared.groups, recipe, context)
     rows = [row for row in weighed if not row.reason]
-    if filters.align_to is not None:
-        rows = _align_rows(rows, filters.align_to)
+    if recipe.filters.align_to is not None:
+        rows = _align_rows(rows, recipe.filters.align_to)
 
     # 6. A sample without an advantage teaches nothing: it counts only in the denominators of the loss.
     moves_alone = recipe.loss.moves_alone
@@ -189,17 +162,89 @@ def prepare(
         samples=tuple(row.sample for row in rows),
         advantages=np.array([row.advantage for row in rows], np.float64),
         trained=trained,
-        groups=_trim_groups(groups, trained),
+        groups=_trim_groups(compared.groups, trained),
         left_out={reason: count for reason, count in left_out.items() if count},
         roles=_role_stats(
-            samples, known_rewards, built.groups, stats, trained, recipe.attribution, context.task_weights
+            samples,
+            rewards.shown,
+            built.groups,
+            compared.stats,
+            trained=trained,
+            attribution=recipe.attribution,
+            task_weights=context.task_weights,
         ),
-        reward=mean_over_tasks(means_by_task(samples, known_rewards), context.task_weights),
-        rewarded=int((~np.isnan(known_rewards)).sum()),
-        reached=_last_stages(samples, has_reward, ties, built.groups, stats.flat),
+        reward=mean_over_tasks(means_by_task(samples, rewards.shown), context.task_weights),
+        rewarded=int((~np.isnan(rewards.shown)).sum()),
+        reached=_last_stages(samples, rewards.has_reward, rewards.ties, built.groups, compared.stats.flat),
         warnings=tuple(warnings),
         state=step.state,
     )
+
+
+class _Rewards(NamedTuple):
+    """The rewards of the n samples of a step by a recipe."""
+
+    with_others: Floats
+    """[n + others] the rewards of the samples, then of the other answers in their episodes."""
+    of_samples: Floats
+    """[n]"""
+    shown: Floats
+    """[n] the rewards that figures show: NaN if a sample has no real reward."""
+    has_reward: Bools
+    """[n] whether the sample has its reward, or needs none."""
+    ties: Bools
+    """[n] whether the sample is left out by `Filters.ties`: all roles of its episode have the same reward."""
+
+
+def _compute_rewards(samples: Sequence[Sample], step: Step, recipe: Method) -> _Rewards:
+    """The rewards of `samples`, the first samples of the step. Raises GroupError if one is too large for training."""
+    n = len(samples)
+    with_others = rewards_of(recipe, step)
+    shown = _known_rewards(samples, step.samples, with_others[:n])
+    _require_small(samples, with_others[:n])
+    if recipe.takes_rewards:
+        has_reward = ~(np.isnan(with_others) | step.unknown)[:n]
+    else:  # a teacher, or the policy itself, scores these samples
+        with_others = np.nan_to_num(with_others)
+        has_reward = np.ones(n, np.bool_)
+    ties = np.zeros(n, np.bool_)
+    if recipe.filters.ties:
+        ties = has_reward & tied(samples, with_others[:n])
+    return _Rewards(with_others, of_samples=with_others[:n], shown=shown, has_reward=has_reward, ties=ties)
+
+
+class _ComparedGroups(NamedTuple):
+    """The groups that are compared, and the samples of all other groups by the reason to leave them out."""
+
+    groups: Sequence[Group]
+    indices: Sequence[Codes]
+    """The indices of the samples of each compared group."""
+    left_out: Counter[str]
+    stats: Spread
+    """Statistics of the rewards of all groups, compared or not."""
+
+
+def _filter_groups(
+    groups: Sequence[Group], samples: Sequence[Sample], rewards: Floats, recipe: Method, consumed: Container[str]
+) -> _ComparedGroups:
+    """Leave out whole groups, for example if all of their rewards are equal. `rewards` are by sample, [n]."""
+    index_of = {sample.id: i for i, sample in enumerate(samples)}
+    indices_of_groups: list[Codes] = []
+    for group in groups:
+        indices_of_groups.append(np.array([index_of[sample.id] for sample in group.samples], np.int64))
+    stats = group_spread(groups, [rewards[indices] for indices in indices_of_groups], recipe)
+    reasons = group_reasons(groups, stats, recipe.filters, consumed)
+
+    compared: list[Group] = []
+    compared_indices: list[Codes] = []
+    left_out: Counter[str] = Counter()
+    for group, indices, reason in zip(groups, indices_of_groups, reasons, strict=True):
+        if reason is None:
+            compared.append(group)
+            compared_indices.append(indices)
+        else:
+            left_out[reason] += len(group.samples)
+    return _ComparedGroups(compared, compared_indices, left_out, stats)
 
 
 @dataclass(slots=True)
@@ -316,8 +361,14 @@ def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
     )
 
 
-def _missing_reward_warnings(samples: Sequence[Sample], has_reward: Bools) -> Iterable[str]:
-    """A warning for each role without a single usable reward: its set-up is wrong, as this is not chance."""
+def _missing_reward_warnings(
+    samples: Sequence[Sample], has_reward: Bools, lacking: Collection[tuple[str, str]]
+) -> Iterable[str]:
+    """Warnings about rewards that are missing because of the set-up, not by chance.
+
+    They are for each role without a single usable reward, and for each (role, component) in `lacking`, a component that
+    some samples of the role lack although others of their group have it.
+    """
     roles_with_reward = {samples[i].role for i in np.flatnonzero(has_reward)}
     for role in sorted({sample.role for sample in samples} - roles_with_reward):
         of_candidates: set[str] = set()
@@ -330,6 +381,11 @@ def _missing_reward_warnings(samples: Sequence[Sample], has_reward: Bools) -> It
             f"Role {role!r} has no reward that the recipe uses. Its candidates carry "
             f"{sorted(of_candidates) or 'none'}, its episodes {sorted(of_episodes) or 'none'}. Add a scorer for it, or "
             "name its components in `weights`."
+        )
+    for role, name in sorted(lacking):
+        yield (
+            f"Candidates of role {role!r} are left out as missing_reward: they lack {name!r}, which others that they "
+            "are compared with carry. If it is optional, set absent = 0 in [rewards]."
         )
 
 
@@ -352,15 +408,6 @@ def _last_stages(
     for i in np.flatnonzero(~flat):
         reached |= dict.fromkeys((member.policy.name for member in groups[i].samples), "filtered")
     return reached
-
-
-def _lacking_component_warnings(step: Step) -> Iterable[str]:
-    """A warning for each component that samples lack and other samples of their group have."""
-    for role, name in sorted(step.lacking):
-        yield (
-            f"Candidates of role {role!r} are left out as missing_reward: they lack {name!r}, which others that they "
-            "are compared with carry. If it is optional, set absent = 0 in [rewards]."
-        )
 
 
 def _lone_candidates_warning(recipe: Method, alone: int, total: int) -> Iterable[str]:
@@ -402,6 +449,7 @@ def _role_stats(
     reward: Floats,
     groups: Sequence[Group],
     stats: Spread,
+    *,
     trained: Sequence[Sample],
     attribution: Attribution,
     task_weights: Mapping[str, float] | None,

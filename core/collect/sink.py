@@ -93,8 +93,9 @@ class CollectorRecords:
             if not self._rates:  # the whole episode is left out
                 return sampled
             for record in records:
-                if isinstance(record, Message | Segment):
-                    self._hold(record)
+                if isinstance(record, Message | Segment):  # held back until a call needs it
+                    self._held[record.id] = record
+                    self._size += len(record.packed) if isinstance(record, Segment) else len(repr(record.body))
                 elif isinstance(record, CallRecord):
                     if record.id not in self._left_out:
                         sampled += [*self._take_held(_needed_ids(record)), *self._take_path(record.prompt), record]
@@ -122,11 +123,6 @@ class CollectorRecords:
                 left_out.append(record.id)
         self._left_out.update(left_out)
         self._collector.leave_out(len(left_out))
-
-    def _hold(self, record: Message | Segment) -> None:
-        """Hold a message or segment back until a call needs it."""
-        self._held[record.id] = record
-        self._size += len(record.packed) if isinstance(record, Segment) else len(repr(record.body))
 
     def _take_held(self, names: Iterable[str | None]) -> list[Record]:
         """Remove these messages and segments from the held ones, and return them."""

@@ -79,7 +79,11 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_bounds(self, "mini_batch", least=1, table="learner.")
         check_bounds(self, "lr", table="learner.")
         if self.memory:
-            _check_memory(self.memory)
+            try:
+                parse_size(self.memory)
+            except ValueError:
+                fault = "is not a size such as 6GiB or 800MB"
+                raise ConfigError("learner.memory", self.memory, fault) from None
 
     @property
     def needing_gpu(self) -> dict[str, tuple[str, str]]:
@@ -95,10 +99,3 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 _WITHOUT_GPU = {"optimizer": "adamw", "quantize": "none"}
 """Settings whose other values need a GPU."""
-
-
-def _check_memory(memory: str) -> None:
-    try:
-        parse_size(memory)
-    except ValueError:
-        raise ConfigError("learner.memory", memory, "is not a size such as 6GiB or 800MB") from None

@@ -74,13 +74,13 @@ def _is_long_enough(a: Row, b: Row, block: Block) -> bool:
     ends_both = block.a + block.size == len(a) and block.b + block.size == len(b)
     if starts_both or ends_both:
         return True
-    run = a[block.a : block.a + block.size]
-    return len(run) >= _LEAST_RUN_WORDS and _characters(run) >= _LEAST_RUN_CHARACTERS
-
-
-def _characters(run: Row) -> int:
-    """The number of characters. A character that counts as a word counts twice."""
-    return sum(len(str(word)) + (ord(str(word)[-1]) >= 0x0E00) for word in run)
+    words = [str(word) for word in a[block.a : block.a + block.size]]
+    characters = 0
+    for word in words:
+        characters += len(word)
+        if ord(word[-1]) >= 0x0E00:  # a character of Thai, Chinese, ..., which is a word of its own, counts twice
+            characters += 1
+    return len(words) >= _LEAST_RUN_WORDS and characters >= _LEAST_RUN_CHARACTERS
 
 
 def _matching_runs(a: Row, b: Row) -> list[Block]:

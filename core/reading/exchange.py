@@ -57,8 +57,11 @@ def first_characters(text: str) -> str:
 
 
 def question_of(value: Any) -> str:
-    """The question in a task's input: the text itself, a field with a name in QUESTION, the last message of a user, or
-    the input as JSON without its id and its expected answer."""
+    """The question in the input of a task, as text to show.
+
+    It is the input itself if that is a text, else the first field with a name in QUESTION, else the last message of a
+    user, else the input as JSON without its id and its expected answer.
+    """
     if isinstance(value, str) or value is None:
         return _exchange_text(value)
     if isinstance(value, Mapping):

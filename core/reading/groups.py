@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +12,10 @@ import msgspec
 
 from cotune.algorithms.comparing import FLAT
 from cotune.algorithms.filters import group_reasons
-from cotune.algorithms.groups import Group
-from cotune.algorithms.method import Method
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.prepare import Prepared, group_spread
 from cotune.algorithms.run_recipe import Regrouped, config_of, recipes_of, regroup, trained_roles
-from cotune.algorithms.samples import Floats, Sample
+from cotune.algorithms.samples import Sample
 from cotune.reading.run import OpenedRun
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 
@@ -169,7 +167,9 @@ def _shown_groups(regrouped: Regrouped, recipes: Recipes) -> Iterable[ShownGroup
             possible_reasons.append("zero_advantage")
         # The step counts these reasons for samples, not by group: one of them holds for a group without another reason.
         sample_reasons = " or ".join(reason for reason in possible_reasons if left_out.get(reason))
-        for (group, rewards), group_reason in zip(groups, _group_reasons(groups, recipe), strict=True):
+        spreads = group_spread([group for group, _ in groups], [rewards for _, rewards in groups], recipe)
+        reasons = group_reasons([group for group, _ in groups], spreads, recipe.filters, ())
+        for (group, rewards), group_reason in zip(groups, reasons, strict=True):
             ids = {sample.id for sample in group.samples}
             if ids & trained:  # a group with any trained sample counts as trained on
                 reason = ""
@@ -193,9 +193,3 @@ def _shown_groups(regrouped: Regrouped, recipes: Recipes) -> Iterable[ShownGroup
 def _ids_with_advantage(prepared: Prepared) -> frozenset[str]:
     """Ids of the samples in the rows of the update, trained on or not."""
     return frozenset(sample.id for sample in prepared.samples)
-
-
-def _group_reasons(groups: Sequence[tuple[Group, Floats]], recipe: Method) -> list[str | None]:
-    """For each group, the reason to leave it out as a whole, or None. The rewards of a group are next to it."""
-    spreads = group_spread([group for group, _ in groups], [values for _, values in groups], recipe)
-    return group_reasons([group for group, _ in groups], spreads, recipe.filters, ())
