@@ -65,8 +65,9 @@ class BySetting(msgspec.Struct, frozen=True, kw_only=True):
 def by_setting(runs: Sequence[OpenedRun], setting: str) -> BySetting:
     """Group runs by a setting of their configuration (`recipe`, `learner.lr`).
 
-    The figure is the first of the runs' headlines that most of them have, usually the success on held-out tasks. Runs
-    without it are left out, with a note. Raises ConfigError for a setting that no run has, and if no run has a figure.
+    The figure is the first of the runs' headlines that most runs with the setting have, usually the success on held-out
+    tasks. Runs without it are left out, with a note. Raises ConfigError for a setting that no run has, and if no run
+    with the setting has a figure.
     """
     trained = [run for run in runs if run.is_run]
     settings = {run.name: dict(leaves(run.description.get("config") or {})) for run in trained}
@@ -77,12 +78,13 @@ def by_setting(runs: Sequence[OpenedRun], setting: str) -> BySetting:
         remedy = did_you_mean(near_names(setting, sorted(names))) or "Name a setting by its dotted name: learner.lr."
         raise ConfigError("--by", setting, f"is no setting of these {plural(len(trained), 'run')}", remedy)
 
-    # 1. One figure for all runs: the figure that most runs have; among equals, the first one in the headlines.
+    # 1. The figure that most runs with the setting have; among equals, the first one in the headlines.
     changes: dict[str, dict[str, Change]] = {}
     counts: Counter[str] = Counter()
     for run in trained:
         changes[run.name] = {figure_name(change): change for change in run.headline.changes}
-        counts.update(changes[run.name].keys())
+        if setting in settings[run.name]:
+            counts.update(changes[run.name].keys())
     if not counts:
         remedy = "Train with held-out tasks (--eval-tasks FILE), or evaluate the runs."
         raise ConfigError("--by", setting, "finds no run with a figure", remedy)

@@ -114,6 +114,15 @@ def test_another_setting_and_one_run_of_a_value(runs: Path) -> None:
     assert groups["0.001"].last == Interval(mean=0.9, n=1) and groups["0.001"].against_first is None
 
 
+def test_the_figure_is_one_of_the_runs_with_the_setting(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        make_run(tmp_path / f"without-{seed}", seed, {"success": 0.5, "success_n": 40.0})
+    make_run(tmp_path / "with", 0, {"reward": 0.7, "reward_n": 40.0}, guard="stop")
+    grouped = by_setting(open_runs([tmp_path]), "guard")
+    assert grouped.figure.startswith("held-out reward") and [group.value for group in grouped.groups] == ["stop"]
+    assert grouped.notes == ("Left out, without this figure or setting: without-0, without-1.",)
+
+
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
