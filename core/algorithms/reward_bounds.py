@@ -47,7 +47,7 @@ def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
 
 
 def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds | None:
-    """Bounds of the reward of one role with this goal, or None if they are not known."""
+    """The lowest and highest reward that a role can have in an episode under this goal; None if they are unknown."""
     attribution = goal.attribution
     adds_up = goal.method.to_go or goal.method.joins_roles
     has_penalties = attribution.overlong_penalty or attribution.timeout_penalty

@@ -80,7 +80,8 @@ class Explained:
         return union(places)
 
     def _add(self, text: Any) -> None:
-        """Remember a text as a source: the whole, each of its lines, and if it is JSON, each text in it."""
+        """Remember a text as a source: the whole, each of its lines, and if it is JSON, each text in it. Anything else
+        than a text is ignored."""
         if not isinstance(text, str):
             return
         self._put(text, WHOLE)
@@ -89,16 +90,18 @@ class Explained:
             self._short.add(text.strip())
         for line in text.splitlines():
             self._put(line, PART)
-        if text.lstrip()[:1] in ("{", "["):
+        looks_like_json = text.lstrip()[:1] in ("{", "[")
+        if looks_like_json:
             for part in strings(json_or_none(text)):
                 self._put(part, PART)
                 for line in part.splitlines():
                     self._put(line, PART)
 
     def _put(self, text: str, least: int) -> None:
-        text = text.strip()
-        if len(text) >= least:
-            self._texts.setdefault(text[:WHOLE], set()).add(text)
+        """Remember a text with at least this number of characters."""
+        stripped = text.strip()
+        if len(stripped) >= least:
+            self._texts.setdefault(stripped[:WHOLE], set()).add(stripped)
 
 
 def strings(value: Any) -> Iterator[str]:

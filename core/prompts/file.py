@@ -60,6 +60,8 @@ def read_prompts(path: str | Path) -> Prompts:
     file = prompts_path(path)
     if not file.is_file():
         raise ConfigError("prompts", str(path), "has no file of prompts", f"{file} does not exist.")
+
+    # 1. The content in this version's format.
     try:
         raw = msgspec.json.decode(file.read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -75,6 +77,8 @@ def read_prompts(path: str | Path) -> Prompts:
     except msgspec.ValidationError as error:
         field, fault = field_and_fault(error)
         raise ConfigError("prompts", str(file), f"is broken: {field} {expectation_clause(fault)}", _REMEDY) from None
+
+    # 2. Its parts: nobody has changed them by hand, and each name is there once.
     prompts = Prompts(
         parts=tuple(_checked_part(file, part) for part in stored.parts),
         workflow=stored.workflow,

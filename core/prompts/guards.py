@@ -81,13 +81,17 @@ class ProtectedTexts:
         self._rows.update(_word_rows(text))
 
     def copied(self, new: str, old: str) -> str:
-        """The first words of `new` that are a copy and are not in `old`; "" without a copy."""
+        """The first words, or the first value of a task, that `new` copies from the protected texts; "" without a copy.
+
+        Words that the text before (`old`) has, too, are no copy.
+        """
         rows_of_old = _word_rows(old)
         words = _WORD.findall(new)
         for start, row in enumerate(_hash_rows(words)):
             if row in self._rows and row not in rows_of_old:
                 return " ".join(words[start : start + _COPIED_WORDS])
         for value, count in self._values.items():
+            # A value of many tasks is a label that the application itself uses.
             if count < _LABEL_TASKS and _holds_word(new, value) and not _holds_word(old, value):
                 return value
         return ""
@@ -99,14 +103,18 @@ def max_characters(part: PromptPart) -> int:
 
 
 def find_refusals(part: PromptPart, new: Template, known: ProtectedTexts | None = None) -> list[Refusal]:
-    """The reasons why a text must not replace the text of a part; empty if it may."""
+    """The reasons why a text must not replace the text of a part; empty if it may.
+
+    `known` has texts of recorded tasks that must not be copied; without it nothing counts as copied or unknown.
+    """
     limit = max_characters(part)
     if new.constant > limit:  # checked first: the other rules take time that grows with the text
         return [Refusal("too_long", f"it has {new.constant:,} characters, and {limit:,} are allowed")]
     reasons: list[Refusal] = []
     if fault := fault_of(part.old, new):
         reasons.append(Refusal("lost_slot", fault))
-    if " ".join(_text_with_slots(new).split()) == " ".join(_text_with_slots(part.now).split()):
+    new_words = _text_with_slots(new).split()
+    if new_words == _text_with_slots(part.now).split():
         reasons.append(Refusal("same", "it is equal to the present text"))
     old_text = "\n".join(part.old.texts)
     new_text = "\n".join(new.texts)
@@ -145,10 +153,9 @@ def _hash_rows(words: list[str]) -> Iterable[int]:
 
 def _is_distinctive(value: str) -> bool:
     """Whether a value differs from the words that any prompt may contain."""
-    if len(value) < _LEAST_CHARACTERS:
-        return False
-    plain = value.isalpha() and value == value.lower()
-    return not plain or len(value) >= _LEAST_PLAIN_CHARACTERS
+    is_plain_word = value.isalpha() and value == value.lower()
+    least = _LEAST_PLAIN_CHARACTERS if is_plain_word else _LEAST_CHARACTERS
+    return len(value) >= least
 
 
 def _holds_word(text: str, value: str) -> bool:

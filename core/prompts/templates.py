@@ -78,7 +78,7 @@ class Template(msgspec.Struct, frozen=True):
         """The number of characters at the beginning of `text` that match, to show where a text departs from the
         template.
         """
-        position = 0
+        position = 0  # up to here the text matches
         after_slot = False
         for piece in self.pieces:
             if isinstance(piece, int):
@@ -108,15 +108,17 @@ class Template(msgspec.Struct, frozen=True):
             if isinstance(piece, int):
                 after_slot = True
                 continue
-            start = -1
-            if not after_slot:
-                if text.startswith(piece, position):
-                    start = position
-            elif number < len(self.pieces) - 1:
+            is_last = number == len(self.pieces) - 1
+            if after_slot and is_last:  # it must be at the end of the text
+                start = len(text) - len(piece)
+                is_found = text.endswith(piece) and start >= position
+            elif after_slot:
                 start = text.find(piece, position)
-            elif text.endswith(piece) and len(text) - len(piece) >= position:
-                start = len(text) - len(piece)  # the last text must be at the end
-            if start < 0:
+                is_found = start >= 0
+            else:
+                start = position
+                is_found = text.startswith(piece, position)
+            if not is_found:
                 return None
             position = start + len(piece)
             after_slot = False

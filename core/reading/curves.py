@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,14 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     series: list[Series]
     percent: bool = False
     phase: str = "train"
+
+
+class _Curve(NamedTuple):
+    """The values of a run by step, from 1, as they are in its metrics: not only numbers. `label` names the curve."""
+
+    label: str
+    run: OpenedRun
+    by_step: Mapping[int, Any]
 
 
 _MOST_LEFT_OUT = 6
@@ -89,26 +97,27 @@ def first_charts(all_charts: Sequence[Chart], most: int = 3, *, held_out: bool =
     return sorted(first, key=lambda chart: FIRST.index(chart.title))[:most]
 
 
-def _chart_of_lines(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any) -> Chart | None:
-    """A chart of lines, each a label, its run and its values by step; None if no value is a number.
+def _chart_of_curves(curves: Iterable[_Curve], **chart_fields: Any) -> Chart | None:
+    """A chart of curves; None if no value is a number. A curve without a number is left out.
 
-    `about` are the other fields of the chart. A line without a number is left out.
+    `chart_fields` are the other fields of the chart: its title, help text, section and so on.
     """
-    lines_with_numbers: list[tuple[str, OpenedRun, dict[int, float]]] = []
+    numeric_curves: list[tuple[_Curve, dict[int, float]]] = []
     all_steps: set[int] = set()
-    for label, run, by_step in lines:
-        numbers = _numbers(by_step)
+    for curve in curves:
+        numbers = _numbers(curve.by_step)
         if numbers:
-            lines_with_numbers.append((label, run, numbers))
+            numeric_curves.append((curve, numbers))
             all_steps.update(numbers)
-    if not lines_with_numbers:
+    if not numeric_curves:
         return None
     steps = sorted(all_steps)
     series: list[Series] = []
-    for label, run, numbers in lines_with_numbers:
-        series.append(Series(label=label, run=run.name, values=[numbers.get(step) for step in steps]))
-    name = f"{about['section']} {about['title']}".lower().replace("/", " ").replace(",", "")
-    return Chart(id="-".join(name.split()), steps=steps, series=series, **about)
+    for curve, numbers in numeric_curves:
+        values = [numbers.get(step) for step in steps]
+        series.append(Series(label=curve.label, run=curve.run.name, values=values))
+    name = f"{chart_fields['section']} {chart_fields['title']}".lower().replace("/", " ").replace(",", "")
+    return Chart(id="-".join(name.split()), steps=steps, series=series, **chart_fields)
 
 
 def _label(runs: Sequence[OpenedRun], run: OpenedRun, name: str) -> str:
@@ -122,7 +131,7 @@ def _only_label(runs: Sequence[OpenedRun], run: OpenedRun, name: str) -> str:
 
 
 def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
-    """The value under nested keys of each line of metrics.jsonl, by step; {} without one."""
+    """The value under nested keys of each line of metrics.jsonl, by step, from 1; {} for a line without these keys."""
     by_step: dict[int, Any] = {}
     for line in run.metrics:
         value: Any = line
@@ -133,15 +142,16 @@ def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
 
 
 def _held_out(runs: Sequence[OpenedRun], name: str, title: str, *, percent: bool) -> Chart | None:
-    """A chart of one figure of the held-out evaluations, with its interval as a band; None without any evaluation."""
+    """A chart of the figure `name` of training's evaluations on held-out tasks, with its interval as a band; None
+    without any evaluation."""
     text = "One episode for each held-out task, single samples, nothing selected. Step 0 is before training."
     if name != "calls":
         text += " The band is its 95% interval."
     if sets := ", ".join(dict.fromkeys(run.held_out_tasks for run in runs if run.held_out_tasks)):
         text += f" Tasks: {sets}."
     figures = {run.name: _held_out_figures(run, name) for run in runs}
-    lines = [(_only_label(runs, run, name), run, figures[run.name]["mean"]) for run in runs]
-    chart = _chart_of_lines(lines, title=title, help=text, section="Outcome", percent=percent, phase="eval")
+    curves = [_Curve(_only_label(runs, run, name), run, figures[run.name]["mean"]) for run in runs]
+    chart = _chart_of_curves(curves, title=title, help=text, section="Outcome", percent=percent, phase="eval")
     if chart is None:
         return None
     with_bounds: list[Series] = []
@@ -187,16 +197,16 @@ def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | 
     for run in runs:
         if run.metrics:
             runs_of_path.setdefault(run.metrics[-1].get("path") or SINGLE, []).append(run)
-    for path, of_path in runs_of_path.items():
+    for path, path_runs in runs_of_path.items():
         is_selected = path != SINGLE
         if is_selected != selected:
             continue
         names: set[str] = set()
-        for run in of_path:
+        for run in path_runs:
             for line in run.metrics:
                 names.update(line["outcome"])
         for name in sorted(names, key=lambda name: (name != "success", name)):  # success first
-            lines = [(_only_label(runs, run, name), run, _by_step(run, "outcome", name)) for run in of_path]
+            curves = [_Curve(_only_label(runs, run, name), run, _by_step(run, "outcome", name)) for run in path_runs]
             title = f"{name.capitalize()} in training"
             text = f"Mean over the step's episodes, of {path}; failed ones count."
             section = "Outcome"
@@ -204,7 +214,7 @@ def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | 
                 title = f"{path.capitalize()}, {name}"
                 text += " Not what single samples reach."
                 section = "Selected candidates"
-            yield _chart_of_lines(lines, title=title, help=text, section=section, percent=name == "success")
+            yield _chart_of_curves(curves, title=title, help=text, section=section, percent=name == "success")
 
 
 def _by_name(runs: Sequence[OpenedRun], table: str, taught: bool) -> Iterator[Chart | None]:
@@ -216,19 +226,19 @@ def _by_name(runs: Sequence[OpenedRun], table: str, taught: bool) -> Iterator[Ch
     for figure, metric in registry()[table].items():
         if not metric.title:
             continue
-        lines: list[tuple[str, OpenedRun, Mapping[int, Any]]] = []
+        curves: list[_Curve] = []
         for run in runs:
             names: set[str] = set()
             for line in run.metrics:
                 names.update(line.get(table, {}))
             for name in sorted(names):
-                lines.append((_label(runs, run, name), run, _by_step(run, table, name, figure)))
+                curves.append(_Curve(_label(runs, run, name), run, _by_step(run, table, name, figure)))
         title = metric.title
         text = metric.help
         if taught and metric.taught:
             title = metric.taught_title or metric.title
             text = metric.taught
-        chart = _chart_of_lines(lines, title=title, help=text, section=table.capitalize(), percent=metric.share)
+        chart = _chart_of_curves(curves, title=title, help=text, section=table.capitalize(), percent=metric.share)
         yield _unless_zero(chart)
 
 
@@ -239,7 +249,7 @@ def _counts_chart(
 
     `most` is the maximum number of keys of a run, by their totals. The keys in `without` are not shown.
     """
-    lines: list[tuple[str, OpenedRun, Mapping[int, Any]]] = []
+    curves: list[_Curve] = []
     for run in runs:
         totals: Counter[str] = Counter()
         for line in run.metrics:
@@ -249,27 +259,27 @@ def _counts_chart(
         for key, _ in totals.most_common(most):
             # People count steps from 1, the file from 0.
             by_step = {line["step"] + 1: line.get(name, {}).get(key, 0) for line in run.metrics}
-            lines.append((_label(runs, run, key), run, by_step))
-    return _chart_of_lines(lines, title=title, help=text, section="The run")
+            curves.append(_Curve(_label(runs, run, key), run, by_step))
+    return _chart_of_curves(curves, title=title, help=text, section="The run")
 
 
 def _figure_chart(runs: Sequence[OpenedRun], name: str, title: str, text: str) -> Chart | None:
     """A chart of a metric that has one number for each step; None if it is 0 in all of them."""
-    lines = [(_only_label(runs, run, name), run, _by_step(run, name)) for run in runs]
-    return _unless_zero(_chart_of_lines(lines, title=title, help=text, section="The run"))
+    curves = [_Curve(_only_label(runs, run, name), run, _by_step(run, name)) for run in runs]
+    return _unless_zero(_chart_of_curves(curves, title=title, help=text, section="The run"))
 
 
 def _calls_per_episode(runs: Sequence[OpenedRun]) -> Chart | None:
     """Calls per training episode. Steps of a replay plan have none: their forks make only the calls after the fork."""
-    lines: list[tuple[str, OpenedRun, Mapping[int, Any]]] = []
+    curves: list[_Curve] = []
     for run in runs:
         by_step: dict[int, float] = {}
         for line in run.metrics:
             if line.get("episodes") and not line.get("replay"):
                 by_step[line["step"] + 1] = line["calls"] / line["episodes"]
-        lines.append((_only_label(runs, run, "calls"), run, by_step))
+        curves.append(_Curve(_only_label(runs, run, "calls"), run, by_step))
     text = "Calls of all roles in a training episode. Fewer are faster and cheaper, if success does not fall."
-    return _unless_zero(_chart_of_lines(lines, title="Calls per episode", help=text, section="The run"))
+    return _unless_zero(_chart_of_curves(curves, title="Calls per episode", help=text, section="The run"))
 
 
 def _unless_zero(chart: Chart | None) -> Chart | None:
