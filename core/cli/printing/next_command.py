@@ -90,14 +90,16 @@ def _train(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _eval(a: argparse.Namespace, status: int) -> list[Words]:
-    """After an evaluation: export or serve a source that is better than its base, beyond doubt; else look for the
-    reason.
+    """After an evaluation: export a run, or serve an export, that is better than its base beyond doubt; else look for
+    the reason. No command follows the evaluation of a team or of base models.
 
     Better beyond doubt means that the lower end of the interval of the first comparison is above 0.
     """
     report = a.result
     if report.broken:
         return [["cotune", "show", _relative_path(report.stored), "--status", "error"]] if report.stored else []
+    if a.run is None:  # the sources were named by --use or --base
+        return []
     is_better = False
     if report.comparisons:
         comparison = report.comparisons[0]
@@ -143,13 +145,14 @@ def _blame(a: argparse.Namespace, status: int) -> list[Words]:
     result = getattr(a, "result", None)
     if result is None or a.json:
         return []
+    tasks = a.tasks or TASKS  # recorded episodes may have been analysed, without a file of tasks
     if result.verdict == "named":
         role = result.at_fault[0]
-        improve = ["cotune", "prompts", "improve", a.workflow, "--tasks", a.tasks, "--reflection", "gpt-5-mini"]
+        improve = ["cotune", "prompts", "improve", a.workflow, "--tasks", tasks, "--reflection", "gpt-5-mini"]
         improve += ["--set", f'roles=["{role}"]', "--out", "runs/prompts"]
-        return [improve, ["cotune", "train", a.workflow, "--tasks", a.tasks, "--model", a.model or MODEL]]
+        return [improve, ["cotune", "train", a.workflow, "--tasks", tasks, "--model", a.model or MODEL]]
     if result.verdict == "untested" and not a.without:
-        again = ["cotune", "blame", a.workflow, "--tasks", a.tasks or "tasks.jsonl"]
+        again = ["cotune", "blame", a.workflow, "--tasks", tasks]
         return [[*again, "--reference", "openai:gpt-5", "--out", "runs/swapped"]]
     return [["cotune", "show", _relative_path(result.path)]]
 

@@ -9,11 +9,13 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cotune.cli.main import main, parser
 from cotune.cli.printing.next_command import _NEXT, MODEL, next_commands
+from cotune.reading.evaluations import EvaluationReport
 from tests.integrations.provider import Provider, serving
 from tests.test_surface import forms_of
 from tests.trainer.tiny_app import build_base
@@ -93,6 +95,21 @@ def test_next_commands_belong_to_commands_that_exist() -> None:
 
 def test_a_command_without_an_entry_suggests_nothing() -> None:
     assert next_commands(argparse.Namespace(command="view", subcommand=None), 0) == []
+
+
+@pytest.mark.parametrize("sources", ["--base base", "--use writer=runs/r1"])
+def test_no_command_follows_the_evaluation_of_a_team_or_of_base_models(sources: str) -> None:
+    arguments = parser().parse_args(shlex.split(f"eval app:solve --tasks held_out.jsonl {sources}"))
+    arguments.result = EvaluationReport(evaluations={})
+    assert next_commands(arguments, 0) == []
+
+
+def test_recorded_episodes_are_blamed_without_a_file_of_tasks() -> None:
+    arguments = parser().parse_args(shlex.split("blame app:solve --episodes runs/t --reference openai:gpt-5"))
+    arguments.result = SimpleNamespace(verdict="named", at_fault=("writer",), path="runs/swapped")
+    improve, train = next_commands(arguments, 0)
+    assert improve.startswith("cotune prompts improve app:solve --tasks tasks.jsonl --reflection gpt-5-mini --set")
+    assert train == f"cotune train app:solve --tasks tasks.jsonl --model {MODEL}"
 
 
 def test_from_the_check_to_the_export(follow: Follow) -> None:
