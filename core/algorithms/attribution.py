@@ -244,11 +244,11 @@ def reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma:
 
 
 def over_roles(samples: Sequence[Sample], rewards: Floats, counts: Bools, *, mean: bool) -> Floats:
-    """Combine each sample's reward with the rewards of the other roles that act in the same turn of its episode.
-    Returns [n].
+    """The reward of each sample, combined with the rewards of the other roles that act in the same turn of its
+    episode, [n].
 
-    With `mean` it is the mean over these roles, otherwise the sum. Another role takes part with the reward of its
-    chosen candidate, if that reward `counts`.
+    It is the sum over the sample and these roles, or with `mean` their mean. Another role takes part with the reward of
+    its chosen candidate, if that reward `counts`.
     """
     turn_number, _ = codes([(s.rollout, s.turn) for s in samples])
     role_turn_number, _ = codes([(s.rollout, s.turn, s.role) for s in samples])

@@ -85,15 +85,18 @@ class CollectorRecords:
         """Do nothing: the collector's spool has all records."""
 
     def _apply_rates(self, records: Sequence[Record]) -> list[Record]:
-        """The records to send, each after the messages and segments that it needs. An episode that is left out as a
-        whole has no records."""
+        """The records to send, each after the messages and segments of tokens that it needs.
+
+        Messages and segments are held back until a call that is sent needs them: calls that are left out may be the
+        only ones that use them. An episode that is left out as a whole has no records.
+        """
         sampled: list[Record] = []
         with self._lock:
             self._choose_left_out(records)
             if not self._rates:  # the whole episode is left out
                 return sampled
             for record in records:
-                if isinstance(record, Message | Segment):  # held back until a call needs it
+                if isinstance(record, Message | Segment):
                     self._held[record.id] = record
                     self._size += len(record.packed) if isinstance(record, Segment) else len(repr(record.body))
                 elif isinstance(record, CallRecord):

@@ -108,10 +108,12 @@ def _replace_in_schema(schema: Any, kind: Kind, key: str, replace_text: ReplaceT
     """
     path_below = key if key.endswith("/") else f"{key}/"
     if isinstance(schema, list | tuple):
-        numbers = iter(range(len(schema)))
-        return map_list(
-            schema, lambda nested: _replace_in_schema(nested, kind, f"{path_below}{next(numbers)}", replace_text)
-        )
+        replaced = [
+            _replace_in_schema(nested, kind, f"{path_below}{number}", replace_text)
+            for number, nested in enumerate(schema)
+        ]
+        is_changed = any(new is not old for new, old in zip(replaced, schema, strict=True))
+        return replaced if is_changed else schema
     if not isinstance(schema, Mapping):
         return schema
     changed: dict[str, Any] = {}
@@ -122,7 +124,8 @@ def _replace_in_schema(schema: Any, kind: Kind, key: str, replace_text: ReplaceT
             schemas: dict[str, Any] = {}
             for name, nested in value.items():
                 schemas[name] = _replace_in_schema(nested, kind, f"{path_below}{name}", replace_text)
-            if any(schemas[name] is not value[name] for name in schemas):
+            is_changed = any(schemas[name] is not value[name] for name in schemas)
+            if is_changed:
                 changed[keyword] = schemas
         elif keyword in _NESTED:
             _put(changed, keyword, value, _replace_in_schema(value, kind, f"{path_below}{keyword}", replace_text))

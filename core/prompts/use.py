@@ -41,6 +41,7 @@ def read_uses(store: Store, calls: Iterable[CallRecord], prompts: Prompts) -> Us
         if edits is None:
             continue
         texts = list(_texts(store, call))
+        # Edit the texts of the call as for a real request. Only the outcome counts here.
         call_edits = edits.begin()
         for kind, key, text in texts:
             call_edits.text(kind, key, text)

@@ -108,6 +108,7 @@ def _episodes_with_best_prompts(run: OpenedRun) -> list[EndedEpisode]:
 
 def _failed_in_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> FailedTasks | None:
     """The worst tasks of an evaluation, in the mode that a headline shows, else in the first mode."""
+    # The mode that a headline shows is the first of the two that it compares.
     modes = [*compared_modes(evaluation), *evaluation.evaluations]
     if not modes or modes[0] not in evaluation.evaluations:
         return None

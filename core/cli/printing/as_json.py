@@ -49,23 +49,24 @@ def episode_as_json(store: Store, id: str) -> str:
 
 
 def _call(store: Store, call: CallRecord) -> dict[str, Any]:
-    """A call as plain data, with its messages and candidates instead of their ids.
+    """A call as plain data: its messages instead of their ids, and its candidates with their rewards.
 
     Token ids and log-probabilities are left out: they are long, and their number (`tokens`) is enough for a reader.
     """
-    ids = [candidate_id(call.id, c.index) for c in call.candidates]
+    ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
     rewards = store.rewards(ids)
     feedback = store.feedback(ids)
     candidates = []
     for id, candidate in zip(ids, call.candidates, strict=True):
+        # Emptied first, so that long lists are not converted only to be deleted.
         fields = msgspec.to_builtins(msgspec.structs.replace(candidate, token_ids=(), logprobs=(), shown=None))
         del fields["token_ids"], fields["logprobs"], fields["shown"]
         fields |= {"tokens": len(candidate.token_ids), "rewards": rewards[id], "feedback": feedback[id]}
         candidates.append(fields)
     messages = [_message(store, id) for id in call.messages]
-    about = msgspec.to_builtins(msgspec.structs.replace(call, candidates=()))
     sent = [_message(store, id) for id in call.sent]
-    return {**about, "messages": messages, "sent": sent, "candidates": candidates}
+    fields_of_call = msgspec.to_builtins(msgspec.structs.replace(call, candidates=()))
+    return {**fields_of_call, "messages": messages, "sent": sent, "candidates": candidates}
 
 
 def _message(store: Store, id: str) -> Any:

@@ -33,7 +33,10 @@ def next_commands(a: argparse.Namespace, status: int) -> Sequence[str]:
     Empty for a command without an entry in the table, and after an error or interruption whose message names a command.
     """
     name = f"{a.command} {a.subcommand}" if getattr(a, "subcommand", None) else a.command
-    suggest = _NEXT.get(name, _no_command)
+    suggest = _NEXT.get(name)
+    if suggest is None:
+        # A server names its address when it starts. After a page, a list or a folder of texts nothing is left to do.
+        return []
     return [shlex.join(without_password(word) for word in words if word) for words in suggest(a, status)]
 
 
@@ -47,6 +50,7 @@ def _check(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _doctor(a: argparse.Namespace, status: int) -> list[Words]:
+    """After a look at the machine: forecast a run with a model. After a forecast: train with the same settings."""
     if status:
         return []
     if not a.model and not a.config:
@@ -158,6 +162,7 @@ def _blame(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _score(a: argparse.Namespace, status: int) -> list[Words]:
+    """After scoring records: store the new rewards, or show the records if they are stored."""
     if status:
         return []
     if a.write:
@@ -168,6 +173,8 @@ def _score(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _judge(a: argparse.Namespace, status: int) -> list[Words]:
+    """After writing candidates to label: compare the labels with the scorers. After the comparison: score the records
+    by these scorers."""
     if a.to_label and status:
         return []
     if a.to_label:
@@ -177,6 +184,7 @@ def _judge(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _sft(a: argparse.Namespace, status: int) -> list[Words]:
+    """After writing answers for fine-tuning: train on the same answers."""
     if status:
         return []
     min_reward = [] if a.min_reward is None else ["--set", f"records.min_reward={a.min_reward:g}"]
@@ -222,11 +230,6 @@ def _prompts_improve(a: argparse.Namespace, status: int) -> list[Words]:
 
 def _prompts_diff(a: argparse.Namespace, status: int) -> list[Words]:
     return [["cotune", "prompts", "export", a.other or a.prompts, "--out", "prompts/"]]
-
-
-def _no_command(a: argparse.Namespace, status: int) -> list[Words]:
-    """No command follows: a server names its address when it starts; a page, a list or a folder of texts is an end."""
-    return []
 
 
 def _relative_path(path: str) -> str:
