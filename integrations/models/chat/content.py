@@ -97,13 +97,14 @@ class ControlTokens:
             return {**message, "content": self._any.sub(self._mark, content)}
         if not isinstance(content, list):
             return message
-        parts = []
+        parts: list[Any] = []
         for part in content:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            if isinstance(text, str):
-                marked = self._any.sub(self._mark, text)
-                part = marked if isinstance(part, str) else {**part, "text": marked}
-            parts.append(part)
+            if isinstance(part, str):
+                parts.append(self._any.sub(self._mark, part))
+            elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                parts.append({**part, "text": self._any.sub(self._mark, part["text"])})
+            else:
+                parts.append(part)
         return {**message, "content": parts}
 
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:

@@ -155,30 +155,35 @@ def _can_write(tokenizer: Any, text: str) -> bool:
 
 
 def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
-    """llguidance's tokenizer, and its description for other processes. Raises SamplerError for an unreadable one."""
+    """llguidance's tokenizer, and its description for other processes. Raises SamplerError for an unreadable one.
+
+    A fast tokenizer is described by its own JSON. If there is none, or llguidance cannot read it, the description is
+    the text of each token.
+    """
     description: dict[str, Any] = {"vocabulary": vocabulary, "eos": tokenizer.eos_token_id}
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    first = "it is not a fast one"
+    fast_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
+    fault_of_json = "it is not a fast one"
     try:
-        if fast is not None:
-            fast = copy.copy(fast)
-            fast.no_padding()
-            fast.no_truncation()
-            description["json"] = fast.to_str()
-            return open_tokenizer(description), description
+        if fast_tokenizer is not None:
+            try:
+                plain = copy.copy(fast_tokenizer)
+                plain.no_padding()
+                plain.no_truncation()
+                description["json"] = plain.to_str()
+                return open_tokenizer(description), description
+            except ValueError as error:
+                fault_of_json = str(error).splitlines()[0]
+                del description["json"]
+        description.update(_tokenizer_texts(tokenizer))
+        return open_tokenizer(description, lambda text: tokenizer.encode(text, add_special_tokens=False)), description
     except ImportError as error:
         raise SamplerError(
             "Structured output needs llguidance, which is not installed.", install_extra("train")
         ) from error
     except ValueError as error:
-        first = str(error).splitlines()[0]
-        del description["json"]
-    try:
-        description.update(_tokenizer_texts(tokenizer))
-        return open_tokenizer(description, lambda text: tokenizer.encode(text, add_special_tokens=False)), description
-    except ValueError as error:
         raise SamplerError(
-            f"Structured output does not know this tokenizer: {first}; {error}.", "Use a model with a fast tokenizer."
+            f"Structured output does not know this tokenizer: {fault_of_json}; {error}.",
+            "Use a model with a fast tokenizer.",
         ) from error
 
 

@@ -59,9 +59,9 @@ class Trials:
         fault = self._faults.get(grammar)
         if fault is None:
             with self._lock:
-                answer, ended = self._ask(grammar)
-            if ended:  # not cached: the next trial may succeed
-                return f"the process that tries it ended ({ended})"
+                answer, reason_of_end = self._ask(grammar)
+            if reason_of_end:  # not cached: the next trial may succeed
+                return f"the process that tries it ended ({reason_of_end})"
             fault = first_error_line(answer)
             self._faults.put(grammar, fault, 2 * len(grammar) + len(fault))
         return fault
@@ -71,9 +71,12 @@ class Trials:
         self.fault("start: /./")
 
     def _ask(self, grammar: str) -> tuple[str, str]:
-        """The answer of the process; or an empty one, and the reason why the process has ended."""
-        ended = ""
-        for _ in range(2):
+        """The answer of the process, and ""; or an empty answer, and the reason why the process has ended.
+
+        The process may have ended before it got the grammar, so the grammar is sent to a new one once more.
+        """
+        reason_of_end = ""
+        for _attempt in range(2):
             try:
                 worker = self._running()
                 assert worker.stdin is not None and worker.stdout is not None
@@ -82,12 +85,12 @@ class Trials:
                 if answer := worker.stdout.readline():
                     return str(json.loads(answer)), ""
             except OSError as error:
-                ended = str(error)
+                reason_of_end = str(error)
             if self._worker is not None:
                 _end_worker(self._worker, os.getpid())
-                ended = f"status {self._worker.returncode}"
+                reason_of_end = f"status {self._worker.returncode}"
                 self._worker = None
-        return "", ended
+        return "", reason_of_end
 
     def _running(self) -> subprocess.Popen[str]:
         """The process that tries grammars, started at the first use and again after it has ended."""

@@ -52,23 +52,28 @@ class Replies:
         """See `ChatTemplate.parse`."""
         text = _text_before_stop(self.decode([t for t in token_ids if t not in self._dropped]), stop)
         if self.template:
+            # The tokenizer's own template reads special tokens too.
             marked = _text_before_stop(self.decode([t for t in token_ids if t not in self._ends]), stop)
-            message = self._by_template(marked, self.decode(prompt), tools)
-            if message is None:
+            template_message = self._by_template(marked, self.decode(prompt), tools)
+            if template_message is None:
                 return text, {"role": "assistant", "content": text}, "malformed"
-            return text, message, _finish_reason(message, HERMES if tools else None)
+            return text, template_message, _finish_reason(template_message, HERMES if tools else None)
+
         reader = self.format or HERMES
-        reasoning, after_reasoning = split_reasoning(text, opened=self.opened(prompt))
+        reasoning, answer = split_reasoning(text, opened=self.opened(prompt))
+        message: dict[str, Any] = {"role": "assistant", "content": answer, **_reasoning_field(reasoning)}
+        if not tools:
+            return text, message, _finish_reason(message, None)
         try:
-            content, calls = reader.read(after_reasoning, tools) if tools else (after_reasoning, [])
+            content, calls = reader.read(answer, tools)
         except (ValueError, KeyError, TypeError):
             self._refused()
-            return text, {"role": "assistant", "content": after_reasoning} | _strip_reasoning(reasoning), "malformed"
-        message = {"role": "assistant", "content": (content.strip() or None) if calls else content}
+            return text, message, "malformed"
+        message["content"] = content
         if calls:
-            message["tool_calls"] = [tool_call(c) for c in calls]
-        message |= _strip_reasoning(reasoning)
-        return text, message, _finish_reason(message, reader if tools else None)
+            message["content"] = content.strip() or None
+            message["tool_calls"] = [tool_call(call) for call in calls]
+        return text, message, _finish_reason(message, reader)
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
         """See `ChatTemplate.stopped_by`."""
@@ -103,7 +108,7 @@ class Replies:
             self._refused()
             return None
         message: dict[str, Any] = {"role": "assistant", "content": parsed.get("content") or ""}
-        message |= _strip_reasoning(parsed.get("reasoning_content") or parsed.get("thinking") or "")
+        message |= _reasoning_field(parsed.get("reasoning_content") or parsed.get("thinking") or "")
         calls = [with_arguments(c.get("function", c)) for c in parsed.get("tool_calls") or []]
         if not all(is_call(c) for c in calls):
             self._refused()
@@ -116,7 +121,7 @@ class Replies:
         return message
 
 
-def _strip_reasoning(reasoning: str) -> dict[str, Any]:
+def _reasoning_field(reasoning: str) -> dict[str, Any]:
     return {"reasoning_content": reasoning} if reasoning else {}
 
 

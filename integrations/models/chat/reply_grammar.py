@@ -75,11 +75,18 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     form = _format_grammar(body)
     choice, allowed = _tool_choice(body, list(tools or ()))
     several = body.get("parallel_tool_calls") is not False
+    calls = r"call (/\n?/ call)*" if several else "call"
+    call_rule = f"call: {syntax.mark(syntax.call_mark)} body"
+
+    # `reply` is built from these rules: `call` is the mark of a call and its `body`, `text` has no calls, and `before`
+    # is a text up to the mark of a call.
     rules: list[str] = []
     if choice == "required":
-        reply = r"call (/\n?/ call)*" if several else "call"
+        reply = calls
+        rules.append(call_rule)
     elif form and allowed:
-        reply = rf"{form} | call (/\n?/ call)*" if several else f"{form} | call"
+        reply = f"{form} | {calls}"
+        rules.append(call_rule)
     elif form:
         reply = form
     elif allowed:
@@ -87,16 +94,20 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
         rules += _text_before_call(syntax)
     else:
         reply = "text"
-    if reply.startswith("call") or "| call" in reply:
-        rules.append(f"call: {syntax.mark(syntax.call_mark)} body")
     if allowed:
         rules.append("body: " + " | ".join(_call(tool, syntax, forced=choice == "required") for tool in allowed))
-    if "text" in reply.split():
+    if choice != "required" and not form:
         rules += _text(syntax)
+
     thought = _reasoning_rules(syntax)
     start = f"start: {_thought_prefix(thought, syntax)}reply{_end_rule(syntax)}"
+    return _grammar_text([start, f"reply: {reply}", *rules, *thought], syntax)
+
+
+def _grammar_text(rules: Sequence[str], syntax: Syntax) -> str:
+    """The text of a grammar with these rules, for llguidance."""
     options = "{}" if syntax.spells else '{"no_forcing": true}'
-    return "\n".join([f"%llguidance {options}", start, f"reply: {reply}", *rules, *thought, ""])
+    return "\n".join([f"%llguidance {options}", *rules, ""])
 
 
 def _thought_prefix(thought: list[str], syntax: Syntax) -> str:
@@ -122,7 +133,8 @@ _SINGLE_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else",
 def refused_place(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, fault: Callable[[str], str]
 ) -> str:
-    """The part of a request's schemas that the library refuses: place, keyword, value and reason; empty if not found.
+    """The part of a request's schemas that llguidance refuses, as a text with its place in the schema, the keyword, its
+    value and the reason; empty if it is not found.
 
     `fault` returns the reason why a grammar is refused; empty for a grammar that is not.
     """
@@ -134,9 +146,8 @@ def refused_place(
             schemas.append((f"tool {_name(tool)}", function_of(tool).get("parameters")))
     search = _RefusalSearch(fault)
     for name, schema in schemas:
-        place = search.find(name, schema) if isinstance(schema, Mapping) else ""
-        if place:
-            return place
+        if isinstance(schema, Mapping) and (refused := search.find(name, schema)):
+            return refused
     return ""
 
 
@@ -239,36 +250,47 @@ def _inner_schemas(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, An
 def _restricted_grammar(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, names: list[str], syntax: Syntax
 ) -> str:
-    """The grammar of free text with restricted tokens: min_tokens, allowed_token_ids or bad_words."""
+    """The grammar of free text with restricted tokens. `names` are the fields of the request that restrict them:
+    min_tokens, allowed_token_ids or bad_words.
+    """
     if len(names) > 1 or fixes_structure(body, tools):
         other = names[1] if len(names) > 1 else "a fixed form of the reply"
         raise RequestRefused(f"{names[0]} is not supported together with {other}.", "Ask for one of the two.")
-    options = "{}" if syntax.spells else '{"no_forcing": true}'
-    ends = ",".join(map(str, syntax.all_ends)) or "0"
     if names[0] == "min_tokens":
-        least = integer("min_tokens", body["min_tokens"])
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
-        if least < 0 or (isinstance(most, int) and least > most):
-            cause = f"The request has min_tokens = {least}, which is not an integer from 0 to max_tokens."
-            raise RequestRefused(cause, "Change it, or leave it out.")
-        rules = [f"start: <[^{ends}]>{{{least}}} <[*]>*"]
+        rules = [_min_tokens_rule(body, syntax)]
     elif names[0] == "allowed_token_ids":
-        allowed = token_ids("allowed_token_ids", body["allowed_token_ids"])
-        if syntax.vocabulary is not None and max(allowed) >= syntax.vocabulary:
-            raise RequestRefused(
-                f"allowed_token_ids names the token {max(allowed)}; the model has 0 to {syntax.vocabulary - 1}.",
-                "Name tokens of the model that answers, by their ids.",
-            )
-        rules = [f"start: <[{','.join(map(str, sorted(set(allowed))))}]>*"]
+        rules = [_allowed_tokens_rule(body, syntax)]
+    elif tools:
+        raise RequestRefused("bad_words is not supported together with tools.", "Ask for one of the two.")
     else:
-        if tools:
-            raise RequestRefused("bad_words is not supported together with tools.", "Ask for one of the two.")
         words = "|".join(_regex(word) for word in texts_of("bad_words", body["bad_words"]))
-        without = f"/(.|\\n)*/ & ~/(.|\\n)*({words})(.|\\n)*/"
-        thought = [rule.replace("THINKING: /(.|\\n)*/", f"THINKING: {without}") for rule in _reasoning_rules(syntax)]
+        allowed_text = f"{_ANY_TEXT} & ~/(.|\\n)*({words})(.|\\n)*/"
+        thought = _reasoning_rules(syntax, text=allowed_text)
         start = f"start: {_thought_prefix(thought, syntax)}TEXT{_end_rule(syntax)}"
-        rules = [start, f"TEXT: {without}", *thought]
-    return "\n".join([f"%llguidance {options}", *rules, ""])
+        rules = [start, f"TEXT: {allowed_text}", *thought]
+    return _grammar_text(rules, syntax)
+
+
+def _min_tokens_rule(body: Mapping[str, Any], syntax: Syntax) -> str:
+    """The rule of a reply whose first `min_tokens` tokens are no end tokens."""
+    least = integer("min_tokens", body["min_tokens"])
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    if least < 0 or (isinstance(most, int) and least > most):
+        cause = f"The request has min_tokens = {least}, which is not an integer from 0 to max_tokens."
+        raise RequestRefused(cause, "Change it, or leave it out.")
+    ends = ",".join(map(str, syntax.all_ends)) or "0"
+    return f"start: <[^{ends}]>{{{least}}} <[*]>*"
+
+
+def _allowed_tokens_rule(body: Mapping[str, Any], syntax: Syntax) -> str:
+    """The rule of a reply that has only the tokens in `allowed_token_ids`."""
+    allowed = token_ids("allowed_token_ids", body["allowed_token_ids"])
+    if syntax.vocabulary is not None and max(allowed) >= syntax.vocabulary:
+        raise RequestRefused(
+            f"allowed_token_ids names the token {max(allowed)}; the model has 0 to {syntax.vocabulary - 1}.",
+            "Name tokens of the model that answers, by their ids.",
+        )
+    return f"start: <[{','.join(map(str, sorted(set(allowed))))}]>*"
 
 
 def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -404,6 +426,10 @@ def _call(tool: Mapping[str, Any], syntax: Syntax, *, forced: bool) -> str:
     return syntax.call(_name(tool), json_grammar(ANY_OBJECT))
 
 
+_ANY_TEXT = "/(.|\\n)*/"
+"""A regular expression of a grammar that any text matches."""
+
+
 def _text_before_call(syntax: Syntax) -> list[str]:
     """The rules of a text before a call, including the call's mark."""
     if syntax.token(syntax.call_mark) is None:
@@ -414,19 +440,22 @@ def _text_before_call(syntax: Syntax) -> list[str]:
 def _text(syntax: Syntax) -> list[str]:
     """The rules of a text without calls. A mark that is a special token is never a part of text."""
     if syntax.token(syntax.call_mark) is not None:
-        return ["text: ANYTHING", "ANYTHING: /(.|\\n)*/"]
-    return ["text: TEXT", f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{_regex(syntax.call_mark)}(.|\\n)*/"]
+        return ["text: ANYTHING", f"ANYTHING: {_ANY_TEXT}"]
+    return ["text: TEXT", f"TEXT: {_ANY_TEXT} & ~/(.|\\n)*{_regex(syntax.call_mark)}(.|\\n)*/"]
 
 
-def _reasoning_rules(syntax: Syntax) -> list[str]:
-    """The grammar rules of the model's reasoning before its reply; none for a model that does not reason."""
+def _reasoning_rules(syntax: Syntax, text: str = _ANY_TEXT) -> list[str]:
+    """The grammar rules of the model's reasoning before its reply; none for a model that does not reason.
+
+    `text` is what the reasoning may be, up to the mark that closes it. It is ignored if this mark is no special token.
+    """
     if syntax.think is None:
         return []
     opening, closing = syntax.think
     opened = "" if syntax.thinking else syntax.mark(opening) + " "
     if syntax.token(closing) is None:
         return [f"thought: {opened}thinking /\\n{{0,2}}/", f"thinking[lazy]: /(.|\\n)*{_regex(closing)}/"]
-    return [f"thought: {opened}THINKING {syntax.mark(closing)} /\\n{{0,2}}/", "THINKING: /(.|\\n)*/"]
+    return [f"thought: {opened}THINKING {syntax.mark(closing)} /\\n{{0,2}}/", f"THINKING: {text}"]
 
 
 def _regex(text: str) -> str:

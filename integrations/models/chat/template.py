@@ -122,15 +122,15 @@ class ChatTemplate:
             from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         path = Path(model)
-        ends = None
         if path.exists() and not (path / "config.json").exists():
             raise ConfigError("model", str(model), "is not a folder with config.json, tokenizer and weights", _REMEDY)
         with errors_of_model(model):
             tokenizer = AutoTokenizer.from_pretrained(str(model), **loading_options())
             config = AutoConfig.from_pretrained(str(model), **loading_options())
+            generation_ends = None
             with contextlib.suppress(OSError):  # a folder without generation_config.json
-                ends = GenerationConfig.from_pretrained(str(model)).eos_token_id
-            ends = end_ids(ends, config.get_text_config().eos_token_id, tokenizer.eos_token_id)
+                generation_ends = GenerationConfig.from_pretrained(str(model)).eos_token_id
+            ends = end_ids(generation_ends, config.get_text_config().eos_token_id, tokenizer.eos_token_id)
         if not tokenizer.chat_template:
             raise ConfigError(
                 "model",
@@ -140,7 +140,7 @@ class ChatTemplate:
             )
         chat = cls(tokenizer, ends, tools=tools, images=ImageInputs(str(model)) if sees_images(config) else None)
         try:
-            chat._template([{"role": "user", "content": "hi"}], None, {})
+            chat._template([{"role": "user", "content": "hi"}], tools=None, options={})
         except SamplerError as error:
             # With any other cause the template may still render other messages.
             if isinstance(error.__cause__, TookTooLong):
@@ -175,35 +175,42 @@ class ChatTemplate:
             self._count("unshown_tools")
             if self.counts["unshown_tools"] == 1:
                 log.warning("%s %s", UNSHOWN_TOOLS, SHOW_TOOLS)
-        options = options or {}
-        rendered = self._render(messages, tools, options, most)
-        extended = self._extend_earlier(rendered.text, messages, tools, options, earlier) if earlier else None
+        variables = options or {}
+        rendered = self._render(messages, tools, variables, most)
+        extended = None
+        if earlier:
+            extended = self._extend_earlier(rendered.text, messages, tools, variables, earlier)
         if extended is not None:
-            path, text = extended
+            packed_ids, text = extended
         else:
             if rendered.packed is None:
                 rendered.packed = pack_ids(self._encode(rendered.text))
-            path, text = rendered.packed, rendered.text
-        ids = list(unpack_ids(path))
+            packed_ids = rendered.packed
+            text = rendered.text
+        ids = list(unpack_ids(packed_ids))
         if most is not None and len(ids) > most:
             raise _too_long(f"{len(ids)} tokens", most)
-        self._texts.keep(path, text)
+        self._texts.keep(packed_ids, text)
         self._rendered.put(rendered.key, rendered, rendered.bytes)
         return ids
 
     def _extend_earlier(
         self, text: str, messages: Messages, tools: Tools | None, options: Options, earlier: Sequence[bytes]
     ) -> tuple[bytes, str] | None:
-        """The packed ids of a prompt that continues an earlier path, and its text; None if it continues none."""
+        """The packed ids of a prompt that continues one of the `earlier` paths, and its text; None without such a path.
 
+        `text` is the prompt as the template writes it. The returned text differs if a reply is written otherwise there.
+        """
         # The last request of a conversation may offer no tools, although earlier replies called some.
         reply_tools = tools or (ANY_TOOLS if any(message.get("tool_calls") for message in messages) else None)
 
         def parse(prompt: Sequence[int], reply: Sequence[int]) -> Mapping[str, Any]:
-            return self.parse(reply, prompt=prompt, tools=reply_tools)[1]
+            _, message, _ = self.parse(reply, prompt=prompt, tools=reply_tools)
+            return message
 
         tools_name = address(self._encoder.encode(reply_tools)) if reply_tools else ""
         earlier_ids = EarlierIds(earlier, self._texts, parse, self.end_token_ids, tools_name)
+        prompt_text = text
         path, remaining = earlier_ids.longest(text)
         if len(path) < len(earlier_ids.paths[0]):
             # A longer path may fit if the text has the replies as the model wrote them.
@@ -217,9 +224,12 @@ class ChatTemplate:
                     self._count("respelled")
                     path = longer_path
                     remaining = longer_remaining
-                    text = spelled
-        self._count("extended" if path else "diverged")
-        return (path + pack_ids(self._encode(remaining)), text) if path else None
+                    prompt_text = spelled
+        if not path:
+            self._count("diverged")
+            return None
+        self._count("extended")
+        return path + pack_ids(self._encode(remaining)), prompt_text
 
     def transcript(
         self, messages: Messages, tools: Tools | None, *, options: Options | None = None, generation: bool = False

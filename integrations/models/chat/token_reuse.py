@@ -104,7 +104,8 @@ class EarlierIds:
         self._tools = tools
 
     def longest(self, text: str) -> tuple[bytes, str]:
-        """The longest path whose text begins `text`, and the remaining text; an empty path if there is none.
+        """The longest path whose text is the beginning of a prompt's `text`, and the remaining text; an empty path if
+        there is none.
 
         A path may end with another end token than the template writes. Then it is used without its end token.
         """
@@ -113,11 +114,14 @@ class EarlierIds:
             path_text = self._text(i)
             if path_text and text.startswith(path_text):
                 return path, text[len(path_text) :]
-            if (end := self._ends.get(path[-_ID_BYTES:])) is not None:
-                without_end = path_text.removesuffix(end)
-                if without_end and text.startswith(tuple(without_end + end for end in self._ends.values())):
-                    # The remaining text still begins with the template's end token.
-                    return path[:-_ID_BYTES], text[len(without_end) :]
+            end_token_text = self._ends.get(path[-_ID_BYTES:])
+            if end_token_text is None:
+                continue
+            without_end = path_text.removesuffix(end_token_text)
+            with_any_end = tuple(without_end + end for end in self._ends.values())
+            if without_end and text.startswith(with_any_end):
+                # The remaining text still begins with the template's end token.
+                return path[:-_ID_BYTES], text[len(without_end) :]
         return b"", text
 
     def spelled(
@@ -125,41 +129,44 @@ class EarlierIds:
     ) -> str | None:
         """The text of a prompt in which earlier replies are written as the model wrote them.
 
-        `canonical` is the text as the template writes it, and `reused` the path that it continues. None if the other
-        text would not continue a longer path.
+        `template` renders messages. `canonical` is its text of the prompt's `messages`, and `reused` the path that this
+        text continues. None if the text with the model's own replies would not continue a longer path.
         """
         longer = [i for i, path in enumerate(self.paths) if len(path) > len(reused) and path.startswith(reused)]
         replies = list(self._replies(longer))
         path_texts = self._possible_texts(longer, replies, canonical, reused)
         if not path_texts:
             return None
-        texts_at = _texts_of_repeated_replies(messages, replies)
-        if not texts_at:
+        texts_of_reply = _texts_of_repeated_replies(messages, replies)
+        if not texts_of_reply:
             return None
 
-        # Render the prompt with marks in the places of replies, and choose the texts by which a path fits.
-        places = list(texts_at)
-        marked = template(_with_marks(messages, places))
-        chosen = _matching_texts(marked, list(texts_at.values()), path_texts)
+        # Render the prompt with marks instead of the repeated replies, and choose the texts with which a path fits.
+        positions = list(texts_of_reply)
+        marked = template(_with_marks(messages, positions))
+        chosen = _matching_texts(marked, list(texts_of_reply.values()), path_texts)
         if not chosen:
             return None
-        if len(chosen) < len(places):
+        if len(chosen) < len(positions):
             # The later replies are not in the path: the template writes them.
-            places = places[: len(chosen)]
-            marked = template(_with_marks(messages, places))
-        # A template may write what follows a reply in another way if the reply is a mark.
-        _, _, after_last_reply = marked.rpartition(_MARK.format(places[-1]))
+            positions = positions[: len(chosen)]
+            marked = template(_with_marks(messages, positions))
+        # After a mark, a template may write the next messages in another way than after the reply.
+        _, _, after_last_reply = marked.rpartition(_MARK.format(positions[-1]))
         if not canonical.endswith(after_last_reply):
             return None
-        for i, reply_text in zip(places, chosen, strict=True):
-            marked = marked.replace(_MARK.format(i), reply_text)
-        return marked
+        text = marked
+        for position, reply_text in zip(positions, chosen, strict=True):
+            text = text.replace(_MARK.format(position), reply_text)
+        return text
 
     def _possible_texts(
         self, numbers: Sequence[int], replies: Sequence[Reply], canonical: str, reused: bytes
     ) -> list[str]:
-        """The texts of the paths with these numbers that a prompt may continue, the longest first. All are longer than
-        `reused`.
+        """The texts of those paths that the prompt with the text `canonical` may continue, the longest first.
+
+        `numbers` are the numbers of paths that are longer than the path `reused` and begin with it. `replies` are their
+        replies.
         """
         texts = []
         for i in numbers:
@@ -173,12 +180,14 @@ class EarlierIds:
         return [text for text in texts if text[end : end + 1] in next_characters]
 
     def _replies(self, numbers: Iterable[int]) -> Iterator[Reply]:
-        """The replies at the ends of these paths. A path with a reply continues another path, which is its prompt."""
+        """The replies at the ends of the paths with these numbers. A path with a reply begins with another path, which
+        is its prompt.
+        """
         for i in numbers:
             path = self.paths[i]
             prompt = next((shorter for shorter in self.paths[i + 1 :] if path.startswith(shorter)), None)
             if prompt is None or len(prompt) == len(path):
-                continue
+                continue  # it has no reply
             key = (path, len(prompt), self._tools)
             reply = self._texts.replies.get(key)
             if reply is None:
@@ -189,21 +198,23 @@ class EarlierIds:
             yield reply
 
     def _read(self, prompt: bytes, number: int) -> Reply | None:
-        """The reply in the earlier path `number`, if the path continues `prompt`; otherwise None.
+        """The reply in the path with this number, which begins with the ids of `prompt`; None if the text of the path
+        does not begin with the prompt's text.
 
         A path is the packed token ids of an earlier prompt and its reply. The text of the reply has no reasoning and no
         end token, as applications send it back without them.
         """
         path = self.paths[number]
-        text = self._text(number)
+        path_text = self._text(number)
         prompt_text = self._text_of(prompt)
-        if not text.startswith(prompt_text):
+        if not path_text.startswith(prompt_text):
             return None
-        text = text[len(prompt_text) :].removesuffix(self._ends.get(path[-_ID_BYTES:], ""))
+        end_token_text = self._ends.get(path[-_ID_BYTES:], "")
+        reply_text = path_text[len(prompt_text) :].removesuffix(end_token_text)
         message = self._parse(unpack_ids(prompt), unpack_ids(path[len(prompt) :]))
         if message.get("reasoning_content"):
-            text = text.partition(REASONING[1])[2].lstrip("\n")
-        return Reply(_comparable_message(message), text)
+            reply_text = reply_text.partition(REASONING[1])[2].lstrip("\n")
+        return Reply(_comparable_message(message), reply_text)
 
     def _text(self, number: int) -> str:
         """The text of a path. It is decoded only when needed: mostly, only the longest of many paths is."""
@@ -213,27 +224,26 @@ class EarlierIds:
         return self._texts.of(path, (shorter for shorter in self.paths if len(shorter) < len(path)))
 
 
-def _matching_texts(text: str, choices: Sequence[Sequence[str]], paths: Sequence[str]) -> list[str]:
-    """The text of each reply in a marked text with which one of the earlier `paths` continues.
+def _matching_texts(marked: str, texts_of_reply: Sequence[Sequence[str]], path_texts: Sequence[str]) -> list[str]:
+    """Choose a text for each reply of a prompt, so that the prompt's text begins like one of the `path_texts`.
 
-    The list ends before the first reply that fits no path. `choices` are the possible texts of each reply.
+    `marked` is the prompt's text with marks instead of replies, `texts_of_reply` has the possible texts of each reply.
+    The list ends before the first reply with which the prompt differs from every path.
     """
-    pieces = _split_at_marks(text, len(choices))
+    pieces = _split_at_marks(marked, len(texts_of_reply))
     if pieces is None:
         return []
     position = 0
     chosen: list[str] = []
-    matching = list(paths)
-    for piece, reply_texts in zip(pieces, choices, strict=False):
-        matching = [path for path in matching if path.startswith(piece, position)]
+    matching = list(path_texts)  # the texts that are equal to the prompt's text up to `position`
+    for piece, reply_texts in zip(pieces, texts_of_reply, strict=False):
+        matching = [text for text in matching if text.startswith(piece, position)]
         position += len(piece)
-        for reply_text in reply_texts:
-            continued = [path for path in matching if path.startswith(reply_text, position)]
-            if continued:
-                break
-        else:
-            return chosen
-        matching = continued
+        fitting = [reply for reply in reply_texts if any(text.startswith(reply, position) for text in matching)]
+        if not fitting:
+            break
+        reply_text = fitting[0]
+        matching = [text for text in matching if text.startswith(reply_text, position)]
         position += len(reply_text)
         chosen.append(reply_text)
     return chosen

@@ -309,15 +309,20 @@ def spelled_by(template: Callable[[list[dict[str, Any]], bool], str], ends: Sequ
     """
     request = [{"role": "user", "content": _QUESTION}]
     answer = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
-    head = template(request, True)
-    text = template([*request, answer], False)
-    reply = text[len(head) :] if text.startswith(head) else text.rpartition(_QUESTION)[2]
+    prompt = template(request, True)
+    transcript = template([*request, answer], False)
+    reply = transcript.rpartition(_QUESTION)[2]
+    if transcript.startswith(prompt):
+        reply = transcript.removeprefix(prompt)
     if _FUNCTION not in reply or _VALUE not in reply:
         return None
     # The call ends at the first end token after its arguments.
-    value_place = reply.index(_VALUE)
-    end_places = [reply.find(end, value_place) for end in ends if end]
-    return reply[: min((place for place in end_places if place >= 0), default=len(reply))]
+    arguments_at = reply.index(_VALUE)
+    call_end = len(reply)
+    for end in ends:
+        if end and end in reply[arguments_at:]:
+            call_end = min(call_end, reply.index(end, arguments_at))
+    return reply[:call_end]
 
 
 def shown_by(template: Callable[[list[dict[str, Any]], Tools], str]) -> bool:
@@ -326,14 +331,13 @@ def shown_by(template: Callable[[list[dict[str, Any]], Tools], str]) -> bool:
 
 
 def format_that_reads(spelled: str) -> ToolFormat | None:
-    """The format that can read a tool call as the chat template writes it; None if no format can."""
+    """The format that can read the probe's tool call as the chat template writes it; None if no format can."""
     for format in FORMATS.values():
         try:
             _, calls = format.read(spelled, _PROBE_TOOLS)
         except (ValueError, KeyError, TypeError):
-            continue
-        if [(call["name"], parsed_arguments(call["arguments"])) for call in calls] == [
-            (_FUNCTION, {"probe_key": _VALUE})
-        ]:
+            continue  # not the format of this template
+        names_and_arguments = [(call["name"], parsed_arguments(call["arguments"])) for call in calls]
+        if names_and_arguments == [(_FUNCTION, {"probe_key": _VALUE})]:
             return format
     return None

@@ -135,18 +135,20 @@ def slowed_positions(config: Any) -> np.ndarray:
 
 
 def _rope_parameters(file: Path, config: Any) -> dict[str, Any]:
-    """`rope_parameters` of a model from GGUF, with the slowed positions of Llama 3, which transformers ignores.
+    """The `rope_parameters` of a model from a GGUF file, with the slowed positions of Llama 3.
 
-    Raises ConfigError for another way of slowing frequencies.
+    The file has the factors by which its frequencies are slowed, which transformers ignores. Of Llama 3's settings for
+    them, only `factor` differs between models: it is the largest of the factors. Raises ConfigError for factors that
+    Llama 3's settings do not give.
     """
     from gguf import GGUFReader
 
     plain: dict[str, Any] = config.rope_parameters
-    slowed = next((tensor.data for tensor in GGUFReader(file).tensors if tensor.name == "rope_freqs.weight"), None)
-    if slowed is None:
+    factors = next((tensor.data for tensor in GGUFReader(file).tensors if tensor.name == "rope_freqs.weight"), None)
+    if factors is None:
         return plain
-    config.rope_parameters = {**plain, **LLAMA3, "factor": float(slowed.max())}
-    if not np.allclose(slowed_positions(config), slowed, rtol=1e-3):
+    config.rope_parameters = {**plain, **LLAMA3, "factor": float(factors.max())}
+    if not np.allclose(slowed_positions(config), factors, rtol=1e-3):
         fault = "slows its positions (rope_freqs) in another way than Llama 3.1 to 3.3"
         raise ConfigError("model", str(file), fault, "Use the model's own folder.")
     return dict(config.rope_parameters)

@@ -78,17 +78,21 @@ def write_gguf(model: Path, file: Path, precision: Precision, *, name: str, base
     try:
         _add_settings(writer, config, precision, name, base)
         _add_tokenizer(writer, model, config.vocab_size, split)
-        for long, shape, _ in _tensors_in_order(model, config):
-            short = names.get_name(long, try_suffixes=(".weight", ".bias")) or long
+        # The file lists the names and shapes of all tensors before their values.
+        for name_in_folder, shape, _ in _tensors_in_order(model, config):
+            name_in_file = names.get_name(name_in_folder, try_suffixes=(".weight", ".bias")) or name_in_folder
             kind = _tensor_type(shape, precision)
-            stored = gguf.quant_shape_to_byte_shape(shape, kind) if kind.name in ("BF16", "Q8_0") else shape
+            # numpy has no type for these kinds, so they are stored as bytes.
+            stored_as_bytes = kind.name in ("BF16", "Q8_0")
+            stored_shape = gguf.quant_shape_to_byte_shape(shape, kind) if stored_as_bytes else shape
             dtype = np.dtype({"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8))
-            writer.add_tensor_info(short, stored, dtype, int(np.prod(stored)) * dtype.itemsize, kind)
+            size = int(np.prod(stored_shape)) * dtype.itemsize
+            writer.add_tensor_info(name_in_file, stored_shape, dtype, size, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for _, shape, array in _tensors_in_order(model, config):
-            writer.write_tensor_data(gguf.quantize(array(), _tensor_type(shape, precision)))
+        for _, shape, read_array in _tensors_in_order(model, config):
+            writer.write_tensor_data(gguf.quantize(read_array(), _tensor_type(shape, precision)))
     finally:
         writer.close()
 
@@ -98,25 +102,31 @@ def _refusal(model: Path, fault: str) -> ConfigError:
 
 
 def _split_name(model: Path) -> str:
-    """llama.cpp's name for the way the tokenizer splits text. All known ways split a sample text differently."""
+    """llama.cpp's name for the way in which the tokenizer splits a text before it merges bytes.
+
+    It is found by a sample text, which each of the known ways splits differently.
+    """
     from tokenizers import Regex, Tokenizer, pre_tokenizers
 
     file = model / "tokenizer.json"
     if not file.is_file():
         raise _refusal(model, "has no tokenizer.json")
     settings = json.loads(file.read_bytes())
-    inner = settings["model"]
-    before = settings["normalizer"]
+    merging = settings["model"]
+    normalizer = settings["normalizer"]
     splitter = Tokenizer.from_file(str(file)).pre_tokenizer
-    if inner["type"] != "BPE" or not inner["merges"] or splitter is None or (before and before["type"] != "NFC"):
-        raise _refusal(model, f"has a tokenizer of type {inner['type']}; supported is byte-level BPE")
-    pieces = splitter.pre_tokenize_str(_SAMPLE_TEXT)
+    is_byte_level_bpe = merging["type"] == "BPE" and merging["merges"] and splitter is not None
+    if not is_byte_level_bpe or (normalizer and normalizer["type"] != "NFC"):
+        raise _refusal(model, f"has a tokenizer of type {merging['type']}; supported is byte-level BPE")
+
+    pieces = [piece for piece, _ in splitter.pre_tokenize_str(_SAMPLE_TEXT)]
+    keeps_known_pieces = bool(merging.get("ignore_merges"))
     for name, expressions in _SPLITS.items():
-        parts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
-        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        expected = pre_tokenizers.Sequence([*parts, bytes_]).pre_tokenize_str(_SAMPLE_TEXT)
-        same_merges = bool(inner.get("ignore_merges")) == (name in _KEEPS_WHOLE)
-        if same_merges and [piece for piece, _ in expected] == [piece for piece, _ in pieces]:
+        steps = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        known_splitter = pre_tokenizers.Sequence([*steps, to_bytes])
+        expected = [piece for piece, _ in known_splitter.pre_tokenize_str(_SAMPLE_TEXT)]
+        if expected == pieces and keeps_known_pieces == (name in _KEEPS_WHOLE):
             return name
     raise _refusal(
         model,
@@ -153,22 +163,33 @@ def _head_size(config: Any) -> int:
 
 
 def _add_tokenizer(writer: Any, model: Path, size: int, split: str) -> None:
-    """Add the tokens and merges. Ids up to `size` that the tokenizer lacks become padding; `split` names the
-    pre-tokenizer.
+    """Add the tokens and merges of the tokenizer to the file.
+
+    The model has `size` token ids; those that the tokenizer lacks become padding. `split` is llama.cpp's name for the
+    way in which the tokenizer splits text.
     """
     import gguf
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, **loading_options())
-    texts = {number: text for text, number in tokenizer.get_vocab().items()}
-    added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
-    kinds = {None: gguf.TokenType.NORMAL, True: gguf.TokenType.CONTROL, False: gguf.TokenType.USER_DEFINED}
+    text_of_id = {id: text for text, id in tokenizer.get_vocab().items()}
+    added_tokens = tokenizer.added_tokens_decoder
+    texts = []
+    types = []
+    for id in range(size):
+        texts.append(text_of_id.get(id, f"[PAD{id}]"))
+        if id not in text_of_id:
+            types.append(gguf.TokenType.UNUSED)
+        elif id not in added_tokens:
+            types.append(gguf.TokenType.NORMAL)
+        elif added_tokens[id].special:
+            types.append(gguf.TokenType.CONTROL)
+        else:
+            types.append(gguf.TokenType.USER_DEFINED)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
-    writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in range(size)])
-    writer.add_token_types(
-        [kinds[added.get(number)] if number in texts else gguf.TokenType.UNUSED for number in range(size)]
-    )
+    writer.add_token_list(texts)
+    writer.add_token_types(types)
 
     class SpecialTokens(gguf.SpecialVocab):
         def _set_special_token(self, typ: str, tid: Any) -> None:

@@ -100,33 +100,34 @@ class ImageInputs:
     def together(
         self, network: Any, sequences: Sequence[tuple[Sequence[int], Sequence[bytes]]]
     ) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """Group sequences, each with token ids and images, to joint passes.
+        """Divide sequences, each with token ids and images, into passes that compute several of them at once.
 
-        Sequences go together if they have the same length and images of the same form. Yields the numbers of the
-        sequences of each pass, and its image inputs as in `of`. Raises RequestRefused.
+        Sequences share a pass if they have the same length and images of the same form, up to PASS_BYTES. Yields the
+        numbers of the sequences of each pass, and its image inputs as in `of`. Raises RequestRefused.
         """
         import torch
 
+        inputs_of: list[dict[str, Any]] = []
         passes_of_form: dict[Any, list[list[int]]] = {}
-        inputs_of: dict[int, dict[str, Any]] = {}
         for number, (token_ids, images) in enumerate(sequences):
-            inputs = inputs_of[number] = self.of(network, token_ids, images)
-            form: Any = number  # inputs that are no tensors cannot be stacked: the sequence goes alone
+            inputs = self.of(network, token_ids, images)
+            inputs_of.append(inputs)
+            form: Any = number  # inputs that are no tensors cannot be stacked: the sequence has a pass of its own
             if all(map(torch.is_tensor, inputs.values())):
                 form = tuple((name, value.dtype, value.shape[1:]) for name, value in inputs.items())
             passes = passes_of_form.setdefault((len(token_ids), form), [[]])
-            if passes[-1] and (len(passes[-1]) + 1) * sum(map(_bytes, inputs.values())) > PASS_BYTES:
+            pass_bytes = (len(passes[-1]) + 1) * sum(map(_bytes, inputs.values()))
+            if passes[-1] and pass_bytes > PASS_BYTES:
                 passes.append([])
             passes[-1].append(number)
+
         for passes in passes_of_form.values():
             for members in passes:
-                joined = inputs_of[members[0]]
-                if len(members) > 1:
-                    names = list(joined)
-                    joined = {}
-                    for name in names:
-                        joined[name] = torch.cat([inputs_of[number][name] for number in members])
-                yield members, joined
+                first = inputs_of[members[0]]
+                if len(members) == 1:
+                    yield members, first
+                else:
+                    yield members, {name: torch.cat([inputs_of[i][name] for i in members]) for name in first}
 
     def _processor(self) -> Any:
         """The model's processor, loaded at the first image. Raises ConfigError if it needs a package that is

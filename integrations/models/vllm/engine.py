@@ -156,8 +156,9 @@ class VllmSampler(LoopSampler):
         from vllm import AsyncEngineArgs
 
         gpu = on_gpu()
-        for name, value in ({} if gpu else _ON_CPU).items():
-            os.environ.setdefault(name, value)
+        if not gpu:
+            for name, value in _ON_CPU.items():
+                os.environ.setdefault(name, value)
         try:
             folder = str(self._skeleton.folder)
             bfloat16 = has_bfloat16()
@@ -308,21 +309,18 @@ class VllmSampler(LoopSampler):
         sendable = None
         if isinstance(weights, LearnerWeights) and self._receives and weights.address not in self._failed_learners:
             sendable = weights
+        # Files are written while the engine still answers.
         folder = None if sendable is not None else await self._write(policy, weights)
         try:
-            # Refuse new requests of all served versions, and wait until their last request has ended.
-            self._replaced |= {version.policy for version in self._versions.all()}
-            ending = self._versions.clear()
-            while any(version.running for version in ending):
-                await asyncio.sleep(0.01)
+            await self._end_served_versions()
             await self._llm.pause_generation(mode="wait", clear_cache=True)
-            loaded = "" if sendable is None else await self._receive(policy, sendable)
-            if not loaded:
+            loaded_fingerprint = "" if sendable is None else await self._receive(policy, sendable)
+            if not loaded_fingerprint:
                 self._by_files += isinstance(weights, LearnerWeights)
-                loaded = await self._load_files(folder or await self._write(policy, weights))
+                loaded_fingerprint = await self._load_files(folder or await self._write(policy, weights))
             await self._llm.reset_prefix_cache()
             await self._llm.resume_generation()
-            return Version(policy, loaded)
+            return Version(policy, loaded_fingerprint)
         except Exception as error:
             lost = SamplerError(
                 f"{policy} arrived in part only, and the engine's weights are lost: {error_line(error)}.", _REOPEN
@@ -333,6 +331,13 @@ class VllmSampler(LoopSampler):
             raise lost from error
         finally:
             self._folders.remove(str(policy))
+
+    async def _end_served_versions(self) -> None:
+        """Refuse new requests of all served versions, and wait until their last request has ended."""
+        self._replaced |= {version.policy for version in self._versions.all()}
+        ending = self._versions.clear()
+        while any(version.running for version in ending):
+            await asyncio.sleep(0.01)
 
     async def _receive(self, policy: PolicyRef, weights: LearnerWeights) -> str:
         """Let the learner send weights to all workers. Returns the fingerprint that all of them computed.

@@ -98,14 +98,22 @@ class VllmTeacher:
     def logprobs(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32] | None]:
         """See `Teacher.logprobs`. Raises LearnerError if the server no longer answers, or scores no row."""
 
-        async def score() -> list[npt.NDArray[np.float32] | str]:
-            places = asyncio.Semaphore(self.concurrency)
+        async def score_all() -> list[npt.NDArray[np.float32] | str]:
+            """For each row, its scores or the reason why there are none."""
+            limit = asyncio.Semaphore(self.concurrency)
             async with contextlib.aclosing(self._client()) as server:
-                return await asyncio.gather(*(self._score_row(server, places, row) for row in rows))
+                return await asyncio.gather(*(self._score_row(server, limit, row) for row in rows))
 
         with self._lock:  # otherwise each thread would make `concurrency` requests at once
-            scores = asyncio.run(score())
-        faults = Counter(score_or_fault for score_or_fault in scores if isinstance(score_or_fault, str))
+            results = asyncio.run(score_all())
+        faults: Counter[str] = Counter()
+        scores: list[npt.NDArray[np.float32] | None] = []
+        for result in results:
+            if isinstance(result, str):
+                faults[result] += 1
+                scores.append(None)
+            else:
+                scores.append(result)
         self._counts["unscored"] += faults.total()
         if self._gone or faults.total() == len(rows):
             cause = "no longer answers" if self._gone else f"has scored none of {len(rows)} rows"
@@ -116,7 +124,7 @@ class VllmTeacher:
                 "The teacher %s has not scored %d rows, which are left out: %s.", self.url, faults[fault], fault
             )
         self._warned |= faults.keys()
-        return [None if isinstance(score_or_fault, str) else score_or_fault for score_or_fault in scores]
+        return scores
 
     def close(self) -> None:
         """Make no further requests."""
@@ -127,22 +135,27 @@ class VllmTeacher:
         return self._closed or self._failed_rows >= self.concurrency
 
     async def _score_row(
-        self, server: VllmClient, places: asyncio.Semaphore, row: TrainRow
+        self, server: VllmClient, limit: asyncio.Semaphore, row: TrainRow
     ) -> npt.NDArray[np.float32] | str:
-        """The scores of the row's response, or the reason why there are none."""
+        """The log-probability of each token of the row's response, [response], or the reason why there are none.
+
+        `limit` bounds the requests that run at once.
+        """
         if row.temperature != 1.0 or row.grammar or row.logit_bias:
             return "drawn at another temperature than 1, under a grammar or with biases, which a server does not score"
         if row.images:
             return "drawn with images, which a server is not sent"
         ids = [*row.prompt_ids, *row.response_ids]
-        async with places:
+        async with limit:
             logprobs = await self._ask_with_retries(server, ids)
         if isinstance(logprobs, str):
-            return logprobs
-        try:
-            scores = [logprobs[at][str(ids[at])].logprob for at in range(len(row.prompt_ids), len(ids))]  # type: ignore[index]
-        except (KeyError, TypeError):
-            return NOT_OURS
+            return logprobs  # the reason of the failure
+        scores = []
+        for position in range(len(row.prompt_ids), len(ids)):
+            entry = (logprobs[position] or {}).get(str(ids[position]))
+            if entry is None:
+                return NOT_OURS
+            scores.append(entry.logprob)
         if min(scores) <= IMPOSSIBLE:
             return "the teacher gives a token no probability at all"
         return np.array(scores, np.float32)
@@ -193,16 +206,19 @@ class VllmTeacher:
                 if not bases:
                     raise server.refused("serves no model", "Start it with: vllm serve MODEL")
                 self._model = bases[0]
-                if len(bases) < len(cards) or await server.takes_adapters():
+                # vLLM on CPUs crashes if it scores two prompts at once with adapters.
+                has_adapters = len(bases) < len(cards)
+                if has_adapters or await server.takes_adapters():
                     self.concurrency = 1
                 await self._check_tokenizer(server, tokenizer)
-                # The likeliest of n tokens has a log-probability between -log n and 0, unless the server gives logits.
-                logprobs = await self._prompt_logprobs(server, [0, 1, 0], best=1)
+                logprobs = await self._prompt_logprobs(server, [0, 1, 0], best=1)  # of any three tokens
             except SamplerError as error:
                 remedy = "Check that it is running, and read its log."
                 raise server.refused(f"cannot score tokens ({error_line(error)})", remedy) from None
+            # The likeliest of n tokens has a log-probability between -log n and 0, unless the server gives logits.
+            lowest = -math.log(len(tokenizer)) - 1.0
             likeliest = [max(entry.logprob for entry in entries.values()) for entries in logprobs if entries]
-            if not all(-math.log(len(tokenizer)) - 1.0 <= logprob <= 1e-3 for logprob in likeliest):
+            if not all(lowest <= logprob <= 1e-3 for logprob in likeliest):
                 remedy = "Start it with --logprobs-mode raw_logprobs, which is vLLM's default."
                 raise server.refused("does not give log-probabilities", remedy)
             return server.url
