@@ -235,8 +235,10 @@ def find_faults(
         errors = [call.error for call in calls if call.role == role and call.status == "ok"]
         if errors and all(errors) and not rewards.get(role):
             yield WorkflowError(f"{errors[0]} This happened on all {len(errors)} calls.", "Nothing was trained.")
+    # Under plan tree only roles with a scorer are trained, so at least one of them must have called.
     without_calls = [finding.about for finding in scorer_findings(workflow, calls, rare)]
-    if plan.kind == "tree" and not outcome_faults and without_calls and len(without_calls) == len(workflow.scorers):
+    no_scored_role = bool(workflow.scorers) and len(without_calls) == len(workflow.scorers)
+    if plan.kind == "tree" and no_scored_role and not outcome_faults:
         roles = sorted({call.role for call in calls})
         yield ConfigError(
             "scorer",

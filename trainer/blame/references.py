@@ -116,10 +116,12 @@ class OpenReferences:
     references: Mapping[str, Answering]
 
     def of(self, role: str, arm: Arm) -> Answering:
-        """Who answers the calls of a role in an arm."""
-        if not arm.swaps(role):
-            return self.own
-        return self.references.get(role) or self.references.get("") or self.own
+        """Who answers the calls of a role in an arm, which swaps some of the roles to their references."""
+        if arm.swaps(role):
+            for name in (role, ""):  # "" stands for all roles without a reference of their own
+                if name in self.references:
+                    return self.references[name]
+        return self.own
 
     def missing_policies(self, roles: Sequence[str]) -> list[str]:
         """A sentence for each of these roles for which its reference, a run or an export, has no policy."""

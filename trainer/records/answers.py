@@ -122,12 +122,11 @@ def join_turns(rows: Sequence[TrainRow]) -> list[TrainRow]:
     """
     joined: list[TrainRow] = []
     for row in rows:
-        for index, earlier in enumerate(joined):
-            if _continues_row(row, earlier):
-                joined[index] = _append_turn(earlier, row)
-                break
-        else:
+        continued = next((index for index, earlier in enumerate(joined) if _continues_row(row, earlier)), None)
+        if continued is None:
             joined.append(row)
+        else:
+            joined[continued] = _append_turn(joined[continued], row)
     return joined
 
 

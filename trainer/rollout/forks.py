@@ -49,8 +49,8 @@ class Forks(NamedTuple):
 
 
 def forks_of(run: RolloutRun, trunk: Episode, effects: Mapping[Place, float]) -> Forks:
-    """Choose the calls at which an episode of a step is forked. `effects` is the result of `effects_before` the step.
-    The choice is always the same for the same episode."""
+    """Choose the calls at which an episode of a step, the trunk, is forked into branches. `effects` is the result of
+    `effects_before` the step. The choice is always the same for the same episode."""
     if not trunk.is_outcome:
         return Forks()
     step = run.state.steps if trunk.training_step is None else trunk.training_step
@@ -73,8 +73,9 @@ def forks_of(run: RolloutRun, trunk: Episode, effects: Mapping[Place, float]) ->
 
 
 def effects_before(run: RolloutRun, step: int) -> dict[Place, float]:
-    """Return how much the answers at each place decided the outcome in the steps before this one. It is measured by the
-    branches that were forked there. Empty unless the plan is `replay` and the rule of forks is `decisive`.
+    """Return how much the answers at each place decided the outcome in the steps before this one. A place is a role and
+    a turn. The effect is measured by the branches of episodes that were forked there. Empty unless the plan is `replay`
+    and the rule of forks is `decisive`.
 
     The outcome of a branch is the reward of its episode for the role of the fork, by the weights of its policy's
     recipe: in a game the roles have different rewards, whose plain sum may always be 0.

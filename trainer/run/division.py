@@ -369,7 +369,7 @@ def _learners_for_weights(config: TrainConfig, resources: Resources, sets: int) 
 
 
 def describe_division(config: TrainConfig) -> str:
-    """Describe the division in a sentence, which `cotune doctor` prints."""
+    """Describe which devices sample and learn, in a sentence that `cotune doctor` prints."""
     cluster = config.cluster
     if cluster.on_ray:
         learner = f"{plural(cluster.learners, 'learner')} {_each(cluster.gpus_per_learner)}"
@@ -388,8 +388,8 @@ def describe_division(config: TrainConfig) -> str:
         sampler = f"{plural(cluster.engines, f'{config.engine} engine')} {_each(cluster.gpus_per_engine)}; "
     else:
         sampler = f"{config.engine} on {'one GPU' if cluster.gpus_per_engine else 'the CPU'}; "
-    place = f" (Ray: {cluster.address})" if cluster.on_ray else ""
-    return f"{sampler}{learner}{place}"
+    ray = f" (Ray: {cluster.address})" if cluster.on_ray else ""
+    return f"{sampler}{learner}{ray}"
 
 
 def _each(gpus: float) -> str:

@@ -51,7 +51,7 @@ class Refill:
 
     @property
     def missing(self) -> dict[str, int]:
-        """Number of useful groups that the step lacks, by role."""
+        """Number of groups with different rewards that the step lacks, by role."""
         missing: dict[str, int] = {}
         for role, target in self.targets.items():
             useful = self._count_useful(role)
@@ -62,13 +62,14 @@ class Refill:
     def more(self, running: int = 0, most: int | None = None) -> list[str]:
         """Draw the tasks to run now, while `running` tasks are running and at most `most` may run at the same time.
 
-        So many are drawn that they are expected to bring the missing useful groups, at the rate of the ended tasks. One
-        group and two tasks are added to these, so that the rate is never 0.
+        So many are drawn that they are expected to bring the missing useful groups, whose rewards differ, at the rate
+        of the ended tasks. One group and two tasks are added to these, so that the rate is never 0.
         """
         ended = self._first_tasks + self.tasks - running
         needed = 0.0
         for role, missing in self.missing.items():
-            needed = max(needed, missing * (ended + 2) / (self._count_useful(role) + 1))
+            useful = self._count_useful(role)
+            needed = max(needed, missing * (ended + 2) / (useful + 1))
         count = min(math.ceil(needed) - running, self._budget_left)
         if most is not None:
             count = min(count, most - running)
@@ -88,8 +89,9 @@ class Refill:
         self._add_groups(signals)
 
     def figures(self, role: str) -> dict[str, float]:
-        """Return the number of groups of a role in the episodes of the refill (drawn), how many of them are useful
-        (kept) or not (wasted), and how many useful groups the step still lacks (missing)."""
+        """Return the number of groups of a role in the episodes of the refill (drawn), how many of them are useful,
+        because their rewards differ (kept), or not (wasted), and how many useful groups the step still lacks (missing).
+        """
         groups = [signal for signal in self._groups(role) if signal.episodes & self._new_episodes]
         useful = sum(signal.spread for signal in groups)
         return {

@@ -166,8 +166,10 @@ class ValueDrawer:
         if self.draw.agents and NEXT_AGENT.search(name):
             return self.draw.agents
         # A docstring describes a field on the line that begins with its name.
-        line = re.search(rf"^[ \t*:-]*(?:param )?{re.escape(name)}\b[^\n]*", self.about, re.M) if name else None
-        description = f"{schema.get('description') or ''} {line[0] if line else ''}"
+        line_in_docstring = ""
+        if name and (match := re.search(rf"^[ \t*:-]*(?:param )?{re.escape(name)}\b[^\n]*", self.about, re.M)):
+            line_in_docstring = match[0]
+        description = f"{schema.get('description') or ''} {line_in_docstring}"
         if date := date_in(f"{name} {description}"):
             return [date]
         if options := options_in(description):

@@ -67,7 +67,10 @@ def base_findings(bases: Mapping[str, CheckedBase | None]) -> Iterator[Finding]:
     if len(roles_by_base) < 2:
         return
     for base, roles in roles_by_base.items():
-        text = f"base {base.model}: {len(base.chat.tokenizer)} tokens, context {base.context}, "
-        text += f"its template shows {'' if base.chat.shows_tools else 'no '}tools, "
-        text += f"it sees {'' if base.chat.image_tokens else 'no '}images."
+        tools = "tools" if base.chat.shows_tools else "no tools"
+        images = "images" if base.chat.image_tokens else "no images"
+        text = (
+            f"base {base.model}: {len(base.chat.tokenizer)} tokens, context {base.context}, "
+            f"its template shows {tools}, it sees {images}."
+        )
         yield Finding("note", ", ".join(roles), text)

@@ -83,14 +83,15 @@ class TaskRuns:
 
     @property
     def shown(self) -> Run:
-        """The first run that ended well, without a swallowed exception if there is one.
+        """The run to show: the first one that ended well and swallowed no exception.
 
-        If all runs failed, it is the first one that did not end in an outage: an outage may pass.
+        Without such a run, it is the first that ended well, or else the first that did not end in an outage, which may
+        pass, or else the first run.
         """
         ended = [run for run in self.runs if run.ended]
         clean = [run for run in ended if not run.logged]
         without_outage = [run for run in self.runs if not isinstance(run.outcome.error, Outage)]
-        return (clean or ended or without_outage or self.runs)[0]
+        return next(runs[0] for runs in (clean, ended, without_outage, self.runs) if runs)
 
     @property
     def calls(self) -> list[CallRecord]:

@@ -276,7 +276,8 @@ def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
 def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, samplers: int = 1) -> Iterator[Finding]:
     """Yield findings on whether each process of a run finds a machine with enough free cores and GPUs.
 
-    Processes with the most GPUs are placed first, as they fit into the fewest machines.
+    A demand is a number of processes of one kind. The demands with the most GPUs are placed first, as they fit into the
+    fewest machines.
     """
     demands = cluster.demands(samplers)
     local = cluster.address == "local"
@@ -289,8 +290,9 @@ def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, samplers: 
     free_machines = [FreeMachine(float("inf") if local else node.free_cpus, node.free_gpus) for node in nodes]
     for demand in sorted(demands, key=lambda d: -d.gpus):
         n_placed = sum(_place_process(demand, free_machines) for _ in range(demand.count))
-        gpus = f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}" if demand.gpus else ""
-        text = f"{demand.count} x {demand.part} with {CPUS:g} core{gpus}"
+        text = f"{demand.count} x {demand.part} with {CPUS:g} core"
+        if demand.gpus:
+            text += f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}"
         if n_placed == demand.count:
             yield Finding("ok", f"{demand.part}s", text)
         else:
