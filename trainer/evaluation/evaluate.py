@@ -368,10 +368,10 @@ def _goal(subject: Subject, configs: Mapping[Path, TrainConfig], app: Workflow) 
         note = "Rewards are the plain sum: an export does not record the rewards of its training. Name the run instead."
         return Goal(), note
     (config,) = configs.values()
-    if config.from_records:
+    if config.from_records:  # such a recipe weighs no rewards
         return goal_of(None, config.on_failure), ""
     try:
-        recipes = resolve_plan(config, sorted(app.scorers), app.name)[1]
+        _plan, recipes, _plan_text = resolve_plan(config, sorted(app.scorers), app.name)
     except ConfigError as error:
         note = f"Rewards are the plain sum, as the run's recipe does not fit this workflow: {error}"
         return goal_of(None, config.on_failure), note

@@ -47,17 +47,19 @@ def plain_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | N
             first = len(rows[number].prompt_ids) - 1
             states_of_row[number] = states[first : len(sequences[number])]
 
+    # 1. All rows without images at once.
     text_rows = [number for number, row in enumerate(rows) if not row.images]
     if text_rows:
         compute(text_rows, _pad([sequences[number] for number in text_rows]))
 
+    # 2. Rows with images, in batches whose images have the same form.
     image_rows = [number for number, row in enumerate(rows) if row.images]
-    if image_rows and images is None:
-        raise LearnerError(
-            f"Row {rows[image_rows[0]].id} has an image, but {type(network).__name__} cannot see images.",
-            "Train a model that sees images.",
-        )
-    if image_rows and images is not None:
+    if image_rows:
+        if images is None:
+            raise LearnerError(
+                f"Row {rows[image_rows[0]].id} has an image, but {type(network).__name__} cannot see images.",
+                "Train a model that sees images.",
+            )
         longest = max(len(sequences[number]) for number in image_rows)
         # Padded with the last token of the row, which is never an image's: 0 may be the token of an image.
         padded: list[tuple[int, ...]] = []

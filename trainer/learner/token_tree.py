@@ -212,13 +212,13 @@ def attention_blocks(tree: TokenTree) -> list[Block]:
     units.sort(key=lambda unit: (_is_branch(unit), _count_keys(unit), _count_queries(unit)), reverse=True)
     blocks = []
     units_of_block = [units[0]]
-    # A score is a product of a query and a key. `needed` counts the scores of the present block without padding.
-    needed = _count_queries(units[0]) * _count_keys(units[0])
+    needed = _count_scores(units[0])  # of the present block, without padding
     for unit in units[1:]:
-        needed_with_unit = needed + _count_queries(unit) * _count_keys(unit)
+        # A block computes the scores of a rectangle: its rows are padded to the most queries and keys of any row.
         most_queries = max(_count_queries(unit), *(_count_queries(other) for other in units_of_block))
         most_keys = _count_keys(units_of_block[0])
         padded_with_unit = (len(units_of_block) + 1) * most_queries * most_keys
+        needed_with_unit = needed + _count_scores(unit)
         allowed = max(MOST_PADDING * needed_with_unit, needed_with_unit + FREE_SCORES * len(units_of_block))
         if _is_branch(unit) == _is_branch(units_of_block[0]) and padded_with_unit <= allowed:
             units_of_block.append(unit)
@@ -226,7 +226,7 @@ def attention_blocks(tree: TokenTree) -> list[Block]:
         else:
             blocks.append(_build_block(units_of_block, tree))
             units_of_block = [unit]
-            needed = _count_queries(unit) * _count_keys(unit)
+            needed = _count_scores(unit)
     return [*blocks, _build_block(units_of_block, tree)]
 
 
@@ -263,6 +263,11 @@ def _count_queries(unit: Sequence[Segment]) -> int:
 def _count_keys(unit: Sequence[Segment]) -> int:
     # The first segment is the deepest, so its ancestors are the ancestors of all.
     return len(unit[0].ancestors) + _count_queries(unit)
+
+
+def _count_scores(unit: Sequence[Segment]) -> int:
+    """Count the products of a query and a key."""
+    return _count_queries(unit) * _count_keys(unit)
 
 
 def _build_block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:

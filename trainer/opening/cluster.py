@@ -175,7 +175,11 @@ class Cluster:
 
 
 def check_gpus(settings: ClusterConfig, *, sets: int, present: int) -> None:
-    """Raise ConfigError if the engines and learners of a run need more GPUs than Ray has: they would wait forever."""
+    """Raise ConfigError if the engines and learners of a run need more GPUs than Ray has: they would wait forever.
+
+    `sets` is the number of sets of engines, one for each base model or policy that needs engines of its own. `present`
+    is the number of GPUs.
+    """
     engines = settings.engines * sets * settings.gpus_per_engine
     learners = settings.learners * settings.gpus_per_learner
     if engines + learners <= present:

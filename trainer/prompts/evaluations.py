@@ -160,8 +160,8 @@ class Evaluations:
         return await self._retry(episode, task, phase, prompts)
 
     async def _retry(self, episode: Episode, task: Task, phase: str, prompts: Prompts) -> Episode:
-        """Return the episode, or a new one if it failed for a reason outside the application. Raises RunError after
-        `_ATTEMPTS`."""
+        """Run an episode again while it fails for a reason outside the application, such as an outage. Returns the
+        first one that does not. Raises RunError after `_ATTEMPTS`."""
         for attempt in range(1, _ATTEMPTS):
             if episode.is_outcome:
                 return episode

@@ -244,7 +244,8 @@ def _ranked_calls(store: Store, part: PromptPart, result: TaskResult) -> list[_R
 
 
 def _slot_values_of_call(store: Store, part: PromptPart, call: CallRecord) -> tuple[str, ...] | None:
-    """Return the values of the part's slots in this call; None if its prompt does not have the part."""
+    """Return the values of the part's slots in this call; None if its prompt does not have the part. A slot is a gap in
+    the text that the application fills in for each request."""
     if part.kind in ("tool", "format"):
         return ()
     matches: list[tuple[str, ...]] = []
@@ -256,6 +257,7 @@ def _slot_values_of_call(store: Store, part: PromptPart, call: CallRecord) -> tu
 
     for id in call.messages:
         map_message(store.message(id), collect_match)
+    # If several messages have the part, the newest counts.
     return matches[-1] if matches else None
 
 

@@ -78,7 +78,7 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
     episodes, which find the roles, are left out. Raises RecordError if no answer is left.
     """
     left_out: Counter[str] = Counter()
-    noted: Counter[str] = Counter()  # answers by the text of a note
+    count_of_note: Counter[str] = Counter()  # the number of answers that each note is about, by its text
     tasks: dict[str, str] = {}
     rows = Rows()
     learned = Counter[str]()
@@ -90,12 +90,12 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
     for episode, answers_of_episode in itertools.groupby(answers, key=lambda answer: answer.episode.id):
         turns_of_role: dict[str, list[TrainRow]] = {}
         for answer in answers_of_episode:
-            row = _row_of_answer(readers(answer.call.role), answer, noted)
+            row = _row_of_answer(readers(answer.call.role), answer, count_of_note)
             if isinstance(row, str):  # the reason why there is none
                 left_out[row] += 1
                 unwritten.add(answer.call.role, row, answer.call.candidates[answer.call.chosen or 0])
                 continue
-            noted[_REDACTED] += answer.call.redacted
+            count_of_note[_REDACTED] += answer.call.redacted
             tasks[episode] = answer.episode.task.id
             turns_of_role.setdefault(row.role, []).append(row)
             learned[row.role] += 1
@@ -107,7 +107,7 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
             _commonest_remedy(left_out),
         )
     notes = [*unwritten.notes(learned)]
-    for text, count in noted.items():
+    for text, count in count_of_note.items():
         if count:
             notes.append(text.format(count=count))
     return Recorded(rows=rows, tasks=tasks, left_out=dict(left_out), notes=tuple(notes))
@@ -171,9 +171,9 @@ def call_fault(call: CallRecord) -> str:
     return ""
 
 
-def _row_of_answer(reader: Reader, answer: RecordedAnswer, noted: Counter[str]) -> TrainRow | str:
-    """Return the row of an answer, or the reason why there is none. If the template drops its reasoning, that is added
-    to `noted`."""
+def _row_of_answer(reader: Reader, answer: RecordedAnswer, count_of_note: Counter[str]) -> TrainRow | str:
+    """Return the row of an answer, or the reason why there is none. If the template drops its reasoning, this is
+    counted in `count_of_note`."""
     call = answer.call
     chat = reader.chat
     assert call.chosen is not None
@@ -186,7 +186,7 @@ def _row_of_answer(reader: Reader, answer: RecordedAnswer, noted: Counter[str]) 
         return encoded
     if len(encoded.prompt) + len(encoded.answer) > reader.longest:
         return "too_long"
-    noted[_REASONING] += encoded.dropped_reasoning
+    count_of_note[_REASONING] += encoded.dropped_reasoning
     return TrainRow(
         id=candidate_id(call.id, call.chosen),
         role=call.role,

@@ -372,8 +372,9 @@ def groups_of(
     plans: Mapping[str, Plan],
     recipes: Recipes,
 ) -> tuple[list[GroupCheck], Mapping[str, int]]:
-    """Return the groups of a step if every episode is like the one that is shown, and the number of candidates that
-    are left out, by reason. `plans` has the plan of each role whose policy has a K of its own."""
+    """Return the groups that a step of training would have if every episode made these `calls`, and the number of
+    candidates that would be left out, by reason. `trained` are the roles that are trained. `plans` has the plan of each
+    role whose policy has a K of its own."""
     call_ids = {call.id for call in calls}
     episode_ids = {call.episode for call in calls}
     collected = collect(

@@ -375,7 +375,7 @@ class PassMemory(NamedTuple):
 
 
 def pass_memory(model: PolicyModel) -> PassMemory:
-    """Measure the memory of a pass with small passes."""
+    """Measure how much memory a pass of a model takes for each token, with small passes of both kinds."""
     plain = kept_bytes(model, checkpointed=False)
     checkpointed = plain
     if model.logprob_model.checkpointing.possible:
