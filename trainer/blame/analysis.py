@@ -512,14 +512,18 @@ class Analysis:
         return dict(left_out), failed
 
     def _run_notes(self, priced: bool) -> list[str]:
-        """Sentences for the report about runs, forks and calls that a reader should not take at face value."""
-        return [
-            *self._note_late_roles(),
-            *self._note_lost_forks(),
-            *self._note_failed_calls(),
-            *self._note_judge_calls(),
-            *self._note_unpriced_calls(priced),
-        ]
+        """Sentences for the report about runs, forks and calls that a reader should not take at face value. `priced`
+        says whether the report shows money."""
+        runs = self.runs
+        notes = [*self._note_late_roles(), *self._note_lost_forks(), *self._note_failed_calls()]
+        if runs.judge.calls:
+            notes.append(f"The judge made {runs.judge.calls:,} of the {runs.calls:,} calls.")
+        unpriced = sum(run.unpriced for run in runs.finished.values()) + runs.judge.unpriced
+        if priced and unpriced:
+            notes.append(
+                f"{plural(unpriced, 'call')} count as no money: their model has no --price, or told no tokens."
+            )
+        return notes
 
     def _note_late_roles(self) -> list[str]:
         """A note on roles that acted for the first time after the roles were listed."""
@@ -555,18 +559,6 @@ class Analysis:
             f"In {plural(len(affected), 'run')} ({swapped} of them with swapped roles) calls failed and the "
             f"application still returned an outcome, which counts. First error: {affected[0].failed_call}"
         ]
-
-    def _note_judge_calls(self) -> list[str]:
-        """A note on the calls of the workflow's judge."""
-        calls = self.runs.judge.calls
-        return [f"The judge made {calls:,} of the {self.runs.calls:,} calls."] if calls else []
-
-    def _note_unpriced_calls(self, priced: bool) -> list[str]:
-        """A note on calls whose cost is not known, if the report shows money (`priced`)."""
-        unpriced = sum(run.unpriced for run in self.runs.finished.values()) + self.runs.judge.unpriced
-        if not priced or not unpriced:
-            return []
-        return [f"{plural(unpriced, 'call')} count as no money: their model has no --price, or told no tokens."]
 
 
 def _mean_outcome(outcome_by_task: Mapping[str, float], span: Span) -> Interval | None:

@@ -70,13 +70,9 @@ def use_threads_for(models: Mapping[str, PolicyModel], settings: LearnerSettings
     """
     threads = settings.threads
     if threads is None:
-        all_small = all(_count_parameters(model) < LARGE for model in models.values())
-        threads = 1 if all_small else CPU_THREADS
+        sizes = [sum(parameter.numel() for parameter in model.network.parameters()) for model in models.values()]
+        threads = 1 if all(size < LARGE for size in sizes) else CPU_THREADS
     torch.set_num_threads(threads)
-
-
-def _count_parameters(model: PolicyModel) -> int:
-    return sum(parameter.numel() for parameter in model.network.parameters())
 
 
 def _batches_with_tokens(batches: Batches, lengths: Sequence[int]) -> list[list[int]]:

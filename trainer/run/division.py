@@ -138,7 +138,10 @@ def divide(config: TrainConfig, resources: Resources) -> Division:
         local = msgspec.structs.replace(config.cluster, address="local")
         return _divide_on_ray(msgspec.structs.replace(config, cluster=local), resources)
     divided, notes = _divide_without_ray(config, resources)
-    unused = f"{_count_used(divided.cluster)} of {resources.gpus} GPUs used: {obstacle}"
+    gpus_used = 1
+    if not divided.cluster.shares_gpu:
+        gpus_used = int(divided.cluster.gpus_per_engine + divided.cluster.gpus_per_learner)
+    unused = f"{gpus_used} of {resources.gpus} GPUs used: {obstacle}"
     return Division(divided, (unused, *notes))
 
 
@@ -182,13 +185,6 @@ def _check_gpus_per_engine(cluster: ClusterConfig, per_engine: float) -> None:
         fault = f"needs Ray: without it, it is {per_engine:g} on this machine"
         remedy = 'Leave it out, or set cluster.address = "local".'
         raise ConfigError("cluster.gpus_per_engine", configured, fault, remedy)
-
-
-def _count_used(cluster: ClusterConfig) -> int:
-    """Count the GPUs of a run without Ray."""
-    if cluster.shares_gpu:
-        return 1
-    return int(cluster.gpus_per_engine + cluster.gpus_per_learner)
 
 
 def _starts_engines(config: TrainConfig) -> bool:
