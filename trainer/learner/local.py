@@ -475,12 +475,14 @@ class LocalLearner:
     ) -> Iterator[tuple[int, Tensor]]:
         """Apply `compute` to the passes over this rank's part of the rows. Yields each row's number, and the result for
         its response tokens."""
-        micros = [micro for batch in batches for micro in self._micro_batches(model, rows, batch)]
-        ahead = prepared_ahead(lambda micro: model.logprob_model.prepare([rows[i] for i in micro]), micros)
-        for micro, inputs in zip(micros, ahead, strict=True):
+        rows_of_passes: list[list[int]] = []
+        for batch in batches:
+            rows_of_passes += self._micro_batches(model, rows, batch)
+        ahead = prepared_ahead(lambda numbers: model.logprob_model.prepare([rows[i] for i in numbers]), rows_of_passes)
+        for numbers, inputs in zip(rows_of_passes, ahead, strict=True):
             values = compute(inputs)
-            if micro:  # a pass without rows is made only because other ranks make one
-                yield from zip(micro, values.split(lengths_of(inputs.rows)), strict=True)
+            if numbers:  # a pass without rows is made only because other ranks make one
+                yield from zip(numbers, values.split(lengths_of(inputs.rows)), strict=True)
 
     def _count_skipped(self, update: Update, batch: Sequence[int]) -> None:
         """Count the tokens of a mini-batch's rows that no pass computes in the metrics, on rank 0 only."""
@@ -500,17 +502,17 @@ class LocalLearner:
         loss_sum = torch.zeros((), dtype=torch.float64, device=model.device)
         computed_passes: list[_ComputedPass] = []
         passed = [row for row in batch if update.passed[row]]
-        micros = self._micro_batches(model, tokens.rows, passed) if passed else [[]]
+        rows_of_passes = self._micro_batches(model, tokens.rows, passed) if passed else [[]]
 
-        def prepare(micro: Sequence[int]) -> PassInputs:
-            return model.logprob_model.prepare([tokens.rows[row] for row in micro])
+        def prepare(rows: Sequence[int]) -> PassInputs:
+            return model.logprob_model.prepare([tokens.rows[row] for row in rows])
 
-        ahead = prepared_ahead(prepare, micros)
-        for number, (micro, inputs) in enumerate(zip(micros, ahead, strict=True)):
-            is_last = number == len(micros) - 1
+        ahead = prepared_ahead(prepare, rows_of_passes)
+        for number, (rows, inputs) in enumerate(zip(rows_of_passes, ahead, strict=True)):
+            is_last = number == len(rows_of_passes) - 1
             model.logprob_model.reduce_next(is_last)
-            if micro:
-                computed = _backward_pass(update, micro, inputs)
+            if rows:
+                computed = _backward_pass(update, rows, inputs)
                 loss_sum += computed.loss.loss
                 computed_passes.append(computed)
             else:

@@ -339,19 +339,23 @@ async def _find_base(
 
 
 def _search_plan(base: Prompts, tasks: SearchTasks, options: ImproveOptions, spending: Spending) -> str:
-    """Describe the parts, the tasks and the limits of the search."""
+    """Describe the parts of prompts, the tasks and the limits of the search, in lines for the user."""
     parts = ", ".join(f"{part.name} ({part.now.constant} characters)" for part in parts_to_improve(base))
-    money = f", {options.max_cost:g} of money" if options.max_cost is not None else ""
-    if spending.prices and options.max_cost is None:
-        money = f", about {spending.cost / max(spending.calls, 1) * options.max_calls:.2g} of money"
-    return (
-        f"improving {parts}\n"
+    money = ""
+    if options.max_cost is not None:
+        money = f", {options.max_cost:g} of money"
+    elif spending.prices:
+        cost_per_call = spending.cost / max(spending.calls, 1)
+        money = f", about {cost_per_call * options.max_calls:.2g} of money"
+    lines = [
+        f"improving {parts}",
         f"tasks: {len(tasks.train)} to reflect on, {len(tasks.validation)} to choose by, {len(tasks.held_out)} held "
-        f"out; {spending.calls_per_episode:.1f} calls a run\n"
+        f"out; {spending.calls_per_episode:.1f} calls a run",
         f"at most {options.max_calls} calls{money}, of which {spending.calls} are made; "
-        f"{spending.reserve} runs of these are kept for the held-out tasks"
-        + (f"\n{spending.unpriced}" if spending.unpriced else "")
-    )
+        f"{spending.reserve} runs of these are kept for the held-out tasks",
+        spending.unpriced,
+    ]
+    return "\n".join(line for line in lines if line)
 
 
 def _write_pool(problem: PromptProblem, folder: PromptRun, say: Say) -> Callable[[Accepted], None]:

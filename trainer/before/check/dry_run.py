@@ -26,6 +26,7 @@ from cotune.judging.episodes import finished
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
 from cotune.records.plans import Plan
+from cotune.records.policies import Policies
 from cotune.records.structs import CallRecord, RewardRecord, Task
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
@@ -237,13 +238,17 @@ async def _run_tasks(subject: Subject, runner: Runner, renamed: Store, *, ask_ju
 
 def _forecast_training(subject: Subject, runs: CheckedRuns, store: Store, watch: Watch) -> ForecastTraining:
     """The roles, policies and groups that training would have if all episodes were like these runs."""
-    flow, config, calls = subject.flow, subject.config, runs.calls
+    flow = subject.flow
+    config = subject.config
+    calls = runs.calls
+    # The parts of the application that made no call. The calls of `team/writer` are calls of the part `team`, too.
     idle = []
     for part in watch.known:
         if not any(f"{call.role}/".startswith(f"{part.role}/") for call in calls):
             idle.append(IdleCheck(**msgspec.structs.asdict(part), ran=watch.ran(part)))
     not_called_yet = [part.role for part in idle if not part.ran and part.role in named_roles(config, flow)]
-    policies, policy_findings = None, []
+    policies: Policies | None = None
+    policy_findings: list[Finding] = []
     try:
         if calls:
             all_roles = sorted({*not_called_yet, *(call.role for call in calls)})

@@ -102,7 +102,8 @@ def estimate_step(
         sampling /= max(1, config.cluster.engines)
 
     overlaps = config.mode == "async" and config.cluster.on_ray and bool(machine.gpus)
-    prompt = next(iter(bases.values()))[1].row - answer
+    _size, first_load = next(iter(bases.values()))
+    prompt = first_load.row - answer
     answers = f"{plural(config.largest_k, 'answer')} of {answer} tokens"
     work = (
         f"{plural(config.tasks_per_step, 'task')} a step, {plural(calls, 'call')} a task, prompts of {prompt} tokens, "
