@@ -306,6 +306,8 @@ def _error_of_all_episodes(
     first = errors_of_workflow[0]
     cause = first.cause
     remedy = first.remedy
+
+    # 1. What is known of all episodes: none made a call, or enough episodes failed to tell how many answers were cut.
     if not calls:
         cause += " It made no LLM call that cotune can see."
         # A built-in error other than RuntimeError is usually a mistake in the application. Any other error, or one of
@@ -324,6 +326,8 @@ def _error_of_all_episodes(
         if at_limit * 2 > len(finish_reasons):
             remedy += f" {at_limit} of {len(finish_reasons)} answers ended at their limit of tokens: "
             remedy += "raise sampling.max_tokens, or the application's."
+
+    # 2. The call that failed, unless the first error names it.
     if failed_call is not None and first.cause not in str(failed_call.error):
         # The error of the call is shown once, at the end.
         if failed_call.error:

@@ -55,19 +55,27 @@ def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> 
     if questions:
         yield Finding("blocks", "runs", f"it waits for a person: {questions[0]}.", PERSON)
 
-    # 2. The other errors. An error leaves the verdict undecided if other answers may avoid it.
+    # 2. The other errors.
     call_errors = [str(call.error) for task in tasks for call in task.calls if call.error]
     answers_may_fail_runs = not any_ended and not questions and all(run.cut or run.answered for run in runs)
     runs_at_limit = sum(run.cut for run in runs)
+
+    def other_answers_may_help(fault: CotuneError) -> bool:
+        """Whether the fault may not occur with other answers."""
+        if isinstance(fault, ConfigError) and "Did you mean" in fault.remedy:
+            return False  # a misspelt name
+        if isinstance(fault, Outage) and not any(NO_RECORD in error for error in call_errors):
+            return False
+        if answers_may_fail_runs:
+            return True
+        # Even if runs ended, other answers may please a scorer, or lead to a role that has not called.
+        is_of_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in call_errors)
+        return any_ended and is_of_scorer
+
     for fault in faults:
         if questions and end_of_input(fault):
             continue  # The question above caused this fault.
-        is_misspelt = isinstance(fault, ConfigError) and "Did you mean" in fault.remedy
-        is_outage = isinstance(fault, Outage) and not any(NO_RECORD in error for error in call_errors)
-        # Even if runs ended, other answers may please a scorer, or lead to a role that has not called.
-        is_of_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in call_errors)
-        other_answers_may_help = answers_may_fail_runs or (any_ended and is_of_scorer)
-        if is_misspelt or is_outage or not other_answers_may_help:
+        if not other_answers_may_help(fault):
             yield blocking_finding(fault)
             continue
         about = ""
