@@ -137,27 +137,16 @@ def _weighted_sum(
     each sample is compared with: if one of them has a component, all of them need it. `skip` has the components of each
     sample that do not count here.
     """
-    # 1. The weights of the components that samples of a role need, by the number of their set of peers.
-    components_of_peers: dict[int, dict[str, None]] = defaultdict(dict)
-    for peer, components in zip(peers.tolist(), rewards, strict=True):
-        components_of_peers[peer].update(dict.fromkeys(components))
-    weights: dict[tuple[int, str], dict[str, float]] = {}
-    for peer, role in dict.fromkeys(zip(peers.tolist(), roles, strict=True)):
-        weights[peer, role] = {}
-        for name in components_of_peers[peer]:
-            weight = weight_of(name, role, attribution, outcome=of_outcome)
-            if weight != 0.0:
-                weights[peer, role][name] = weight
-
-    # 2. The sum for each sample.
+    weights = _needed_weights(rewards, roles, peers, attribution, of_outcome=of_outcome)
     values: list[float] = []
     needed: list[Collection[str]] = []
     lacking: set[tuple[str, str]] = set()
-    for i, (peer, role, components) in enumerate(zip(peers.tolist(), roles, rewards, strict=True)):
+    for i, (peer_set, role, components) in enumerate(zip(peers.tolist(), roles, rewards, strict=True)):
         total = 0.0
-        names = [name for name in weights[peer, role] if not skip or name not in skip[i]]
+        weight_of_component = weights[peer_set, role]
+        names = [name for name in weight_of_component if not skip or name not in skip[i]]
         for name in names:
-            weight = weights[peer, role][name]
+            weight = weight_of_component[name]
             if name in components:
                 total += weight * components[name]
             elif components and attribution.absent is not None:
@@ -171,6 +160,32 @@ def _weighted_sum(
         needed.append(names)
     counts = np.array([bool(names) for names in needed], np.bool_)
     return _WeightedSum(np.array(values, np.float64), counts, needed, frozenset(lacking))
+
+
+def _needed_weights(
+    rewards: Sequence[Mapping[str, float]],
+    roles: Sequence[str],
+    peers: Codes,
+    attribution: Attribution,
+    *,
+    of_outcome: bool,
+) -> dict[tuple[int, str], dict[str, float]]:
+    """The weights of the components that samples need, by the number of their set of peers and their role.
+
+    They are the components that any of the peers has, except those of weight 0.
+    """
+    components_of_peers: dict[int, dict[str, None]] = defaultdict(dict)  # dictionaries keep the components in order
+    for peer_set, components in zip(peers.tolist(), rewards, strict=True):
+        components_of_peers[peer_set].update(dict.fromkeys(components))
+
+    weights: dict[tuple[int, str], dict[str, float]] = {}
+    for peer_set, role in dict.fromkeys(zip(peers.tolist(), roles, strict=True)):
+        weights[peer_set, role] = {}
+        for name in components_of_peers[peer_set]:
+            weight = weight_of(name, role, attribution, outcome=of_outcome)
+            if weight != 0.0:
+                weights[peer_set, role][name] = weight
+    return weights
 
 
 def reward_failures(

@@ -208,20 +208,13 @@ class _Reading:
             self.found.models.add(call.model)
 
         read = _Call(self, call, task, explained, spans)
-        other_roles = self.roles - {call.role}
         for position, (id, body) in enumerate(bodies):
-            speaker = body.get("role") if isinstance(body, Mapping) else None
-            if speaker in ("tool", "function"):
-                if id not in returned:
-                    returned.add(id)
-                    explained.returned(content_text(body.get("content")))
-            elif speaker == "assistant":
-                if isinstance(text := body.get("content"), str) and text:
-                    read.note_text(position, "assistant", "", text)
-            elif speaker == "user" and body.get("name") in other_roles:
-                continue  # the answer of another role: some frameworks pass answers on as user messages with a name
-            else:
-                map_message(body, partial(read.note_text, position))
+            is_result = isinstance(body, Mapping) and body.get("role") in ("tool", "function")
+            if not is_result:
+                read.note_message(position, body)
+            elif id not in returned:
+                returned.add(id)
+                explained.returned(content_text(body.get("content")))
         # Descriptions of tools and of the response format are texts of the prompt, too.
         for tool in tools or ():
             map_tool(tool, partial(read.note_text, 0))
@@ -250,6 +243,18 @@ class _Call:
     explained: Explained
     spans: dict[str, list[Span]]
     """The spans of each text so far that come from the episode."""
+
+    def note_message(self, position: int, body: Any) -> None:
+        """Note the texts of a message, at this position among the messages of the call."""
+        speaker = body.get("role") if isinstance(body, Mapping) else None
+        if speaker == "assistant":
+            text = body.get("content")
+            if isinstance(text, str) and text:
+                self.note_text(position, "assistant", "", text)
+            return
+        if speaker == "user" and body.get("name") in self.reading.roles - {self.call.role}:
+            return  # the answer of another role: some frameworks pass answers on as user messages with a name
+        map_message(body, partial(self.note_text, position))
 
     def note_text(self, position: int, kind: Kind, key: str, text: str) -> None:
         """Note a text at a place of the call: its episode-specific spans, its calls and tasks."""

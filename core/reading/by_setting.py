@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -78,17 +78,14 @@ def by_setting(runs: Sequence[OpenedRun], setting: str) -> BySetting:
         remedy = did_you_mean(near_names(setting, sorted(names))) or "Name a setting by its dotted name: learner.lr."
         raise ConfigError("--by", setting, f"is no setting of these {plural(len(trained), 'run')}", remedy)
 
-    # 1. The figure that most runs with the setting have; among equals, the first one in the headlines.
+    # 1. One figure for all runs, from their headlines.
     changes: dict[str, dict[str, Change]] = {}
-    counts: Counter[str] = Counter()
     for run in trained:
         changes[run.name] = {figure_name(change): change for change in run.headline.changes}
-        if setting in settings[run.name]:
-            counts.update(changes[run.name].keys())
-    if not counts:
+    figure = _commonest_figure([changes[run.name] for run in trained if setting in settings[run.name]])
+    if figure is None:
         remedy = "Train with held-out tasks (--eval-tasks FILE), or evaluate the runs."
         raise ConfigError("--by", setting, "finds no run with a figure", remedy)
-    figure, _ = max(counts.items(), key=lambda item: item[1])
 
     # 2. The runs by value of the setting, in the order in which the values first appear.
     rows: dict[str, list[RunOfGroup]] = {}
@@ -114,6 +111,14 @@ def by_setting(runs: Sequence[OpenedRun], setting: str) -> BySetting:
     if left_out:
         notes.append(f"Left out, without this figure or setting: {', '.join(left_out)}.")
     return BySetting(setting=setting, figure=figure, percent=change.percent, groups=tuple(groups), notes=tuple(notes))
+
+
+def _commonest_figure(figures_of_runs: Iterable[Mapping[str, Change]]) -> str | None:
+    """The name of the figure that most runs have; among equals, the first one. None if no run has a figure."""
+    counts: Counter[str] = Counter()
+    for figures in figures_of_runs:
+        counts.update(figures.keys())
+    return max(counts, key=lambda name: counts[name], default=None)
 
 
 def interval_over_runs(values: Sequence[float]) -> Interval:
