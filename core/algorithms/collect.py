@@ -231,16 +231,18 @@ def _first_reason(
 
     `culprit` is the role that failed a game between roles (`failed_seat`), None if the episode did not fail.
     """
+    if reason := _episode_reason(episode, rules.plan, rules.on_failure):
+        return reason
+    if reason := _call_reason(call, rules.roles, rules.versions, rules.max_lag):
+        return reason
     method = rules.method_of(call.role)
-    reason = _episode_reason(episode, rules.plan, rules.on_failure)
-    if reason is None:
-        reason = _call_reason(call, rules.roles, rules.versions, rules.max_lag)
-    if reason is None and rules.plan == "replay":
+    if rules.plan == "replay":
         trains_branches = method is not None and method.trains_branches
-        reason = _replay_reason(episode, call, trunk_calls, trains_branches)
-    if reason is None and method is not None and method.by_seat and culprit not in (None, call.role):
-        reason = "opponent_failed"
-    return reason
+        if reason := _replay_reason(episode, call, trunk_calls, trains_branches):
+            return reason
+    if method is not None and method.by_seat and culprit not in (None, call.role):
+        return "opponent_failed"
+    return None
 
 
 def _make_sample(

@@ -270,21 +270,22 @@ def _combine_goals(played: Sequence[Played], goals: Sequence[Goal], parts: Seque
 
 
 def _rewards_by_role(step: Step, goal: Goal) -> dict[str, dict[str, float]]:
-    """The reward of each role that counts, by episode."""
-    calls: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    """The reward of each role that counts, by episode: the mean reward of its calls, or the return of its first call if
+    the method sums rewards up to the end."""
+    # The (turn, reward) of each call, by episode and role.
+    calls: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for sample, reward in zip(step.samples, rewards_of(goal.method, step).tolist(), strict=True):
         role_counts = goal.roles is None or sample.role in goal.roles or sample.role == NO_ROLE
         if role_counts and math.isfinite(reward):
-            calls[sample.rollout][sample.role].append((sample.turn, reward))
+            calls[sample.rollout, sample.role].append((sample.turn, reward))
 
     rewards: dict[str, dict[str, float]] = {}
-    for episode, calls_by_role in calls.items():
-        rewards[episode] = {}
-        for role, turns_and_rewards in calls_by_role.items():
-            if goal.method.to_go:  # the return of the first turn covers the later ones
-                _, rewards[episode][role] = min(turns_and_rewards)
-            else:
-                rewards[episode][role] = fmean(reward for _, reward in turns_and_rewards)
+    for (episode, role), turns_and_rewards in calls.items():
+        if goal.method.to_go:
+            _, role_reward = min(turns_and_rewards)
+        else:
+            role_reward = fmean(reward for _, reward in turns_and_rewards)
+        rewards.setdefault(episode, {})[role] = role_reward
     return rewards
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from cotune.algorithms.method import Method
 from cotune.algorithms.own import own_function
@@ -32,30 +33,28 @@ def _invented_step(method: Method) -> Iterator[Sample]:
     """Samples of two tasks with three episodes each, in which two roles act twice, with groups that fit the plan."""
     components = [name.rpartition("/")[2] for name in method.attribution.weights] or ["local"]
     is_tree = method.plan == "tree"
+    candidates = 3 if is_tree else 1
     reward = 0.0
-    for task in range(2):
-        for episode in range(3):
-            rollout = f"e{task}{episode}"
-            for role in ("first", "second"):
-                for turn in range(2):
-                    call = f"{rollout}{role}{turn}"
-                    shared = f"{task}{role}{turn}"  # the same for calls of other episodes, so that they are compared
-                    for index in range(3 if is_tree else 1):
-                        reward = (reward + 0.375) % 1.0  # differs from the rewards before it
-                        yield Sample(
-                            id=f"{call}.{index}",
-                            task=f"t{task}",
-                            rollout=rollout,
-                            role=role,
-                            turn=turn,
-                            step=turn,
-                            branch=rollout if is_tree else shared,
-                            prompt=call if is_tree else shared,
-                            policy=PolicyRef(role),
-                            tokens=1 + index,
-                            observation=shared,
-                            rewards=dict.fromkeys(components, reward),
-                            outcome={"team": reward, **dict.fromkeys(components, reward)},
-                            chosen=index == 0,
-                            training_step=1,
-                        )
+    for task, episode, role, turn in product(range(2), range(3), ("first", "second"), range(2)):
+        rollout = f"e{task}{episode}"
+        call = f"{rollout}{role}{turn}"
+        shared = f"{task}{role}{turn}"  # the same for calls of other episodes, so that they are compared
+        for index in range(candidates):
+            reward = (reward + 0.375) % 1.0  # differs from the rewards before it
+            yield Sample(
+                id=f"{call}.{index}",
+                task=f"t{task}",
+                rollout=rollout,
+                role=role,
+                turn=turn,
+                step=turn,
+                branch=rollout if is_tree else shared,
+                prompt=call if is_tree else shared,
+                policy=PolicyRef(role),
+                tokens=1 + index,
+                observation=shared,
+                rewards=dict.fromkeys(components, reward),
+                outcome={"team": reward, **dict.fromkeys(components, reward)},
+                chosen=index == 0,
+                training_step=1,
+            )

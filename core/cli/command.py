@@ -184,18 +184,23 @@ def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = N
         if name in texts:
             text = texts[name]
         else:
-            text = field.documentation or _find_field(TrainConfig, name).documentation
-            text = text.rstrip(".")
-            if not text[1:2].isupper():  # an acronym stays as it is
-                text = f"{text[:1].lower()}{text[1:]}"
-            if field.default is not False and field.default not in (None, "", (), msgspec.NODEFAULT):
-                text += f" (default: {field.default})"
+            text = _help_text(field.documentation or _find_field(TrainConfig, name).documentation, field.default)
         last_part = name.rpartition(".")[2]
         flag, metavar = _FLAGS.get(name, (f"--{last_part.replace('_', '-')}", None))
         command.add_argument(flag, dest=name, help=text, **_argument_options(field.type, metavar, last_part))
     # A command may add fields of several tables: `fields_of` reads all of them.
     earlier_fields = command.get_default("fields") or ()
     command.set_defaults(fields=(*earlier_fields, *names))
+
+
+def _help_text(documentation: str, default: Any) -> str:
+    """The documentation of a field as the help of a flag: without a capital and a full stop, with the default."""
+    text = documentation.rstrip(".")
+    if not text[1:2].isupper():  # an acronym stays as it is
+        text = f"{text[:1].lower()}{text[1:]}"
+    if default is not False and default not in (None, "", (), msgspec.NODEFAULT):
+        text += f" (default: {default})"
+    return text
 
 
 def _argument_options(kind: Any, metavar: str | None, name: str) -> dict[str, Any]:

@@ -77,16 +77,20 @@ def run(a: argparse.Namespace) -> int:
     from cotune.trainer.evaluation.sources import split_assignments
     from cotune.trainer.export import export
 
-    form = {
-        "step": a.step,
-        "merge": a.merge,
-        "gguf": a.gguf,
-        "evaluation": a.evaluation,
-        "model": parse_moved_models(a.model),
-    }
-    form |= {"prompts": a.prompts, "any_prompts": a.any_prompts}
-    source = split_assignments(a.use, "--use") if a.use else a.run
-    export(source, a.out, push=a.push, private=a.private, say=tell, **form)
+    export(
+        split_assignments(a.use, "--use") if a.use else a.run,
+        a.out,
+        step=a.step,
+        merge=a.merge,
+        gguf=a.gguf,
+        evaluation=a.evaluation,
+        model=parse_moved_models(a.model),
+        prompts=a.prompts,
+        any_prompts=a.any_prompts,
+        push=a.push,
+        private=a.private,
+        say=tell,
+    )
     if a.gguf:
         tell(f"{a.out}/README.md has the commands for llama.cpp and Ollama")
     return 0

@@ -68,16 +68,16 @@ With a function `solve` in app.py, decorated with @cotune.workflow:
 
 def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """The parser of all commands. With a command `line`, only the modules of commands that it names are loaded."""
-    lists = []
+    listed_commands: list[str] = []
     for group, commands in COMMANDS.items():
-        lists.append(f"{group}:")
+        listed_commands.append(f"{group}:")
         for name, text in commands.items():
-            lists.append(wrap_paragraph(text, width(), first=f"  {name:<9}", rest=" " * 11))
+            listed_commands.append(wrap_paragraph(text, width(), first=f"  {name:<9}", rest=" " * 11))
     top = argparse.ArgumentParser(
         "cotune",
         allow_abbrev=False,
         usage="cotune [-h] [-v] [--version] COMMAND ...",
-        description=_START + "\n".join(lists),
+        description=_START + "\n".join(listed_commands),
         epilog="cotune COMMAND --help shows the flags of a command.",
         formatter_class=Formatter,
     )
@@ -88,7 +88,7 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
     )
     for commands in COMMANDS.values():
         for name, text in commands.items():
-            if line is not None and name not in line:
+            if line is not None and name not in line:  # this command will not run: its name is enough
                 subcommands.add_parser(name)
                 continue
             folder = "cotune.cli.servers" if name in _SERVERS else "cotune.cli"

@@ -191,19 +191,19 @@ async def _outcomes_of_task(judge: EpisodeJudge, store: Store, ended: Sequence[E
         shown = [finished(store, episode) for episode in successful]
     except RecordError as error:
         return dict.fromkeys((episode.id for episode in successful), WorkflowError(error.cause, error.remedy))
-    opinion = await ask(judge, shown, task)
+    judged = await ask(judge, shown, task)
     if isinstance(judge, Ranking):
         n_failed = len(ended) - len(shown)
-        opinion = [_above_failed(outcome, judge.name, len(shown) - 1, n_failed) for outcome in opinion]
+        judged = [_above_failed(outcome, judge.name, len(shown) - 1, n_failed) for outcome in judged]
 
     # The texts get the name of the reward, also for episodes without a reward.
     name = getattr(judge, "name", getattr(judge, "__name__", "judge"))
-    for outcome in opinion:
+    for outcome in judged:
         if isinstance(outcome, Scored) and outcome.rewards:
             name = next(iter(outcome.rewards))
             break
     outcomes: dict[str, Scored | WorkflowError] = {}
-    for episode, outcome in zip(successful, opinion, strict=True):
+    for episode, outcome in zip(successful, judged, strict=True):
         outcomes[episode.id] = outcome._replace(name=name) if isinstance(outcome, Scored) else outcome
     return outcomes
 

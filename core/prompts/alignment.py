@@ -222,21 +222,23 @@ def merge_rows(a: Row, b: Row, blocks: Sequence[Block]) -> Row:
 
 
 def template_of(row: Row) -> Template:
-    """The row as constant text and slots. A short text between two slots becomes part of the slot."""
-    pieces: list[str | None] = []
+    """The row (words, and gaps that are no text) as constant text and slots.
+
+    A short text between two slots becomes part of the slots.
+    """
+    pieces: list[str | None] = []  # None is a slot
     for word in row:
         if not isinstance(word, str):
-            if not pieces or pieces[-1] is not None:
-                pieces.append(None)
+            pieces.append(None)
         elif pieces and pieces[-1] is not None:
             pieces[-1] += word
         else:
             pieces.append(word)
-    for place in range(1, len(pieces) - 1):
-        text = pieces[place]
+    for i in range(1, len(pieces) - 1):
+        text = pieces[i]
         if text is not None and len(text) < _LEAST_BETWEEN_SLOTS:
-            pieces[place] = None
-    return number_slots(pieces)
+            pieces[i] = None
+    return number_slots(pieces)  # it joins adjacent slots
 
 
 def number_slots(pieces: Sequence[str | None]) -> Template:

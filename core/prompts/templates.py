@@ -174,5 +174,6 @@ def fault_of(old: Template, new: Template | None = None) -> str:
         extra = sorted(set(new.slots) - set(old.slots))
         if extra:
             return f"slot {extra[0]} is unknown"
-        return f"slot {next(slot for slot in new.slots if new.slots.count(slot) > 1)} occurs twice"
+        repeated = [slot for slot in new.slots if new.slots.count(slot) > 1]
+        return f"slot {repeated[0]} occurs twice"
     return ""

@@ -23,25 +23,26 @@ def interval_text(interval: Interval | None, percent: bool = False) -> str:
 
 def change_text(change: Change) -> str:
     """`held-out success on test.jsonl: base 41.2% [29.4%, 53.9%] of 64, trained 57.8% [45.6%, 69.1%] of 64`."""
-    first = change.first
-    last = change.last
-    ends = [(change.first_of, first, change.first_failed)] if first else []
-    ends.append((change.last_of, last, change.last_failed))
-    return f"{figure_name(change)}: {', '.join(_end(change, *end) for end in ends)}"
+    ends: list[tuple[str, Interval, int]] = []
+    if change.first:
+        ends.append((change.first_of, change.first, change.first_failed))
+    ends.append((change.last_of, change.last, change.last_failed))
+    texts: list[str] = []
+    for source, interval, failed in ends:
+        text = interval_text(interval, change.percent)
+        if interval.n:
+            text += f" {'of' if change.percent else 'over'} {interval.n:,}"
+        # A mode of an evaluation comes before its figure, a step after it: `base 41.2% of 64`, `41.2% in step 3`.
+        text = f"{text} in {source}" if source.startswith("step ") else f"{source} {text}".strip()
+        if failed:
+            text += f", {failed:,} failed"
+        texts.append(text)
+    return f"{figure_name(change)}: {', '.join(texts)}"
 
 
 def figure_name(change: Change) -> str:
     """The name of a figure with its set of tasks: `held-out success on test.jsonl`."""
     return f"{change.name} on {change.tasks}" if change.tasks else change.name
-
-
-def _end(change: Change, source: str, interval: Interval, failed: int) -> str:
-    """One of the two figures of a change: `base 41.2% [29.4%, 53.9%] of 64`, or `41.2% of 64 in step 3`."""
-    text = interval_text(interval, change.percent)
-    if interval.n:
-        text += f" {'of' if change.percent else 'over'} {interval.n:,}"
-    text = f"{text} in {source}" if source.startswith("step ") else f"{source} {text}".strip()
-    return f"{text}, {failed:,} failed" if failed else text
 
 
 def stayed_reasons(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:

@@ -34,7 +34,7 @@ def shown_parts(found: FoundParts, kinds: Sequence[Kind], *, full: bool = False)
     summary = [found.workflow, plural(calls, "call"), plural(len(found.roles), "role"), ", ".join(found.models)]
     lines: list[RenderableType] = [Text(" · ".join(filter(None, summary)), style="bold")]
     for role in found.roles:
-        lines += ["", *_role(role, found, kinds, wording, full)]
+        lines += ["", *_role_lines(role, found, kinds, wording, full)]
     if found.left_out:
         counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(found.left_out.items()))
         is_loss = bool(set(found.left_out) - {_ENOUGH})
@@ -46,7 +46,7 @@ _ENOUGH = "more than are needed"
 """A reason to leave out calls that is no loss."""
 
 
-def _role(
+def _role_lines(
     role: FoundRole, found: FoundParts, kinds: Sequence[Kind], wording: Wording, full: bool
 ) -> Iterable[RenderableType]:
     """The lines of a role: its calls and tasks, its parts of these kinds, and hints at parts that are not shown.
@@ -145,27 +145,35 @@ def parts_of_prompts(prompts: Prompts, only: Sequence[str] = ()) -> FoundParts:
 
 def parts_as_json(found: FoundParts) -> dict[str, Any]:
     """The parts and roles as one JSON value: texts as lists of constant texts and slot numbers."""
-    parts = [
-        {
-            "name": item.part.name,
-            "roles": item.part.roles,
-            "kind": item.part.kind,
-            "key": item.part.key,
-            "old": item.part.old.pieces,
-            "calls": item.part.support.calls,
-            "tasks": item.part.support.tasks,
-            "examples": item.examples,
-            "editable": not item.why,
-            "why_not": item.why,
-        }
-        for item in found.parts
-    ]
-    roles = [
-        {"name": role.name, "calls": role.calls, "tasks": role.tasks, "inputs": role.inputs, "bare": role.bare}
-        for role in found.roles
-    ]
-    about = {"workflow": found.workflow, "models": found.models, "left_out": found.left_out}
-    return {**about, "roles": roles, "parts": parts}
+    parts: list[dict[str, Any]] = []
+    for found_part in found.parts:
+        part = found_part.part
+        parts.append(
+            {
+                "name": part.name,
+                "roles": part.roles,
+                "kind": part.kind,
+                "key": part.key,
+                "old": part.old.pieces,
+                "calls": part.support.calls,
+                "tasks": part.support.tasks,
+                "examples": found_part.examples,
+                "editable": not found_part.why,
+                "why_not": found_part.why,
+            }
+        )
+    roles: list[dict[str, Any]] = []
+    for role in found.roles:
+        roles.append(
+            {"name": role.name, "calls": role.calls, "tasks": role.tasks, "inputs": role.inputs, "bare": role.bare}
+        )
+    return {
+        "workflow": found.workflow,
+        "models": found.models,
+        "left_out": found.left_out,
+        "roles": roles,
+        "parts": parts,
+    }
 
 
 def shown_diff(pairs: Sequence[tuple[PromptPart, Template, Template]]) -> Group:
