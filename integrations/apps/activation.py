@@ -166,14 +166,16 @@ def _install(module: str) -> None:
 
     An error must not break the application's import: it fails the present episode, and `activate` raises it later.
     """
-    name, distributions = _installations.waiting.pop(module, ("", ()))
-    if not name:
+    hook, distributions = _installations.waiting.pop(module, ("", ()))
+    if not hook:
         return
     try:
         for distribution in distributions:
             require_version(distribution)
-        integration, _, function = name.partition(":")
-        getattr(importlib.import_module(_PACKAGE + integration), function or "install")()
+        integration_name, _, function = hook.partition(":")
+        integration = importlib.import_module(_PACKAGE + integration_name)
+        install = getattr(integration, function or "install")
+        install()
     except CotuneError as error:
         _refuse(error)
     except (ImportError, AttributeError, KeyError, TypeError) as error:

@@ -64,21 +64,26 @@ class Client:
     """An awaitable of the responder's answer, if the application can cancel it by an option of the method."""
 
     def _edit_arguments(self, call: LiveCall, args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
-        """The arguments with the edits of the call's prompts, if the edits apply to them."""
+        """The arguments with the edited prompts of the call. They are unchanged if there are no edits, or if the
+        request made from the edited arguments does not have the edited texts.
+        """
         warn = call.episode.warn
         if self.fixed_format:
             keep_own_format(call, warn)
         if call.edits is None:
             return args, options
         edit = call.edits.text
-        edited = (args, options)
+        edited_args, edited_options = args, options
 
-        def read() -> Mapping[str, Any] | None:
-            nonlocal edited
-            edited = self.edited(edit, *args, **options)
-            return self.request(*edited[0], **edited[1])
+        def edited_request() -> Mapping[str, Any] | None:
+            nonlocal edited_args, edited_options
+            edited_args, edited_options = self.edited(edit, *args, **options)
+            return self.request(*edited_args, **edited_options)
 
-        return edited if took_edits(call, read, warn) else (args, options)
+        # An error of `edited_request` must not stop the application, so `took_edits` makes the call.
+        if took_edits(call, edited_request, warn):
+            return edited_args, edited_options
+        return args, options
 
     def hook(self, cls: type, *, call: str = "", acall: str = "", stream: str = "", astream: str = "") -> None:
         """Wrap the methods of these names that the class itself defines."""

@@ -53,7 +53,9 @@ def _edited_texts(
     recorded_texts = [text for text in texts if text is not None]
     if joint is not None and len(recorded_texts) == len(texts):
         edited_text = replace_text(kind, "", joint.join(recorded_texts))
-        return list(texts) if edited_text is None else [*divide_text(recorded_texts, joint, edited_text)]
+        if edited_text is None:
+            return list(texts)
+        return [*divide_text(recorded_texts, joint, edited_text)]
     new_texts: list[str | None] = []
     for text in texts:
         edited_text = None if text is None else replace_text(kind, "", text)
@@ -64,24 +66,24 @@ def _edited_texts(
 def _with_new_texts(
     blocks: Sequence[Any], old_texts: Sequence[str | None], new_texts: Sequence[str | None]
 ) -> list[Any]:
-    """Blocks with these texts, without the blocks whose text has become empty.
+    """The blocks with `new_texts`. A block whose text has become empty is removed.
 
-    A removed block may end a cached prefix ("cache_control"). Its mark moves to the block before it if the next one is
-    unchanged, otherwise to the next one, which replaces it.
+    The mark "cache_control" of a block tells the provider to cache the prompt up to there. The mark of a removed block
+    moves to the block before it if the next block is unchanged, otherwise to the next block, which replaces it.
     """
     content: list[Any] = []
     pending_mark: Any = None
-    for block, old_text, text in zip(blocks, old_texts, new_texts, strict=True):
-        if text == "" and old_text:
+    for block, old_text, new_text in zip(blocks, old_texts, new_texts, strict=True):
+        if new_text == "" and old_text:
             if isinstance(block, Mapping):
                 pending_mark = block.get("cache_control", pending_mark)
             continue
-        if text == old_text:
+        if new_text == old_text:
             if content:
                 content[-1] = _with_cache_mark(content[-1], pending_mark)
             content.append(block)
         else:
-            new_block = text if isinstance(block, str) else {**block, "text": text}
+            new_block = new_text if isinstance(block, str) else {**block, "text": new_text}
             content.append(_with_cache_mark(new_block, pending_mark))
         pending_mark = None
     if content:

@@ -27,9 +27,8 @@ _GROWING = {"text_delta": "text", "thinking_delta": "thinking"}
 def message_of(call: LiveCall, answer: Answer, request_body: Mapping[str, Any]) -> dict[str, Any]:
     """The Message of an answer: its reasoning, its text, its tool calls."""
     candidate = answer.candidates[answer.chosen]
-    used = {"input_tokens": answer.usage.prompt_tokens, "output_tokens": len(candidate.token_ids)}
-    if not candidate.token_ids:
-        used["output_tokens"] = answer.usage.completion_tokens
+    # A provider's answer may have no token ids.
+    output_tokens = len(candidate.token_ids) or answer.usage.completion_tokens
     return {
         "id": f"msg_{call.id}",
         "type": "message",
@@ -38,7 +37,7 @@ def message_of(call: LiveCall, answer: Answer, request_body: Mapping[str, Any]) 
         "content": list(_answer_blocks(call, candidate.message)),
         "stop_reason": "stop_sequence" if candidate.stop else _REASONS.get(candidate.finish_reason, "end_turn"),
         "stop_sequence": candidate.stop or None,
-        "usage": used,
+        "usage": {"input_tokens": answer.usage.prompt_tokens, "output_tokens": output_tokens},
     }
 
 
@@ -95,8 +94,6 @@ def answer_of(message: Any) -> Answer:
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
         raise ValueError("no content")
     assistant = assistant_of(message["content"])
-    used = message.get("usage") or {}
-    cached = (used.get("cache_creation_input_tokens") or 0) + (used.get("cache_read_input_tokens") or 0)
     candidate = Candidate(
         index=0,
         text=assistant["content"] or "",
@@ -104,7 +101,12 @@ def answer_of(message: Any) -> Answer:
         finish_reason=_FINISHES.get(message.get("stop_reason"), "stop"),  # type: ignore[arg-type]
         stop=message.get("stop_sequence") or "",
     )
-    usage = Usage((used.get("input_tokens") or 0) + cached, used.get("output_tokens") or 0)
+    reported = message.get("usage") or {}
+    prompt_tokens = 0
+    # Anthropic does not count tokens that its cache reads or writes among the input tokens.
+    for field in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"):
+        prompt_tokens += reported.get(field) or 0
+    usage = Usage(prompt_tokens, reported.get("output_tokens") or 0)
     return Answer(candidates=(candidate,), usage=usage)
 
 
@@ -127,15 +129,15 @@ class MessageStream:
         elif kind == "content_block_delta":
             index = index_of_part(event, "index")
             delta = event["delta"]
-            if index not in self._blocks and delta.get("type") in _GROWING:
+            text_field = _GROWING.get(delta.get("type"))
+            if index not in self._blocks and text_field:
                 # Some servers leave out the event that announces a text, and clients accept that.
-                text_field = _GROWING[delta["type"]]
                 self._blocks[index] = {"type": text_field, text_field: ""}
             block = self._blocks[index]
             if delta.get("type") == "input_json_delta":
                 append_text(block, "partial", delta["partial_json"])
-            elif field := _GROWING.get(delta.get("type")):
-                append_text(block, field, delta[field])
+            elif text_field:
+                append_text(block, text_field, delta[text_field])
         elif kind == "message_delta":
             self._message["usage"] = {**(self._message.get("usage") or {}), **(event.get("usage") or {})}
             self._message.update(event.get("delta") or {})
@@ -147,7 +149,7 @@ class MessageStream:
     def holds_answer(self) -> bool:
         return False
 
-    def some(self) -> bool:
+    def has_parts(self) -> bool:
         """Whether the events hold any part of an answer."""
         return any(
             block.get("text") or block.get("thinking") or block.get("partial") or block.get("name")
@@ -155,12 +157,15 @@ class MessageStream:
         )
 
     def body(self, *, whole: bool) -> dict[str, Any]:
-        """The Message. If it is not `whole` and has no stop reason, this is `interrupted`."""
+        """The Message so far. If it is not `whole` and has no stop reason, its stop reason is `interrupted`."""
         content = []
         for index in sorted(self._blocks):
             block = dict(self._blocks[index])
-            partial = block.pop("partial", None)
-            content.append({**block, "input": partial} if partial else block)
+            # The JSON text of a tool's arguments, put together from the events.
+            arguments = block.pop("partial", None)
+            if arguments:
+                block["input"] = arguments
+            content.append(block)
         message = {**self._message, "content": content}
         if not whole and not message.get("stop_reason"):
             message["stop_reason"] = "interrupted"
@@ -209,8 +214,8 @@ def to_chat_request(request_body: Mapping[str, Any], episode: LiveEpisode) -> tu
     if request_body.get("tools"):
         chat["tools"] = [_chat_tool(tool) for tool in request_body["tools"]]
     if choice := request_body.get("tool_choice"):
-        named = {"type": "function", "function": {"name": choice.get("name")}}
-        chat["tool_choice"] = _CHOICES.get(choice.get("type"), named)
+        one_tool = {"type": "function", "function": {"name": choice.get("name")}}
+        chat["tool_choice"] = _CHOICES.get(choice.get("type"), one_tool)
         if choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
     output = request_body.get("output_config") or {}
@@ -230,7 +235,9 @@ def _provider_only(request_body: Mapping[str, Any], chat: Mapping[str, Any]) -> 
     features += hosted_tools(chat)
     untranslated: dict[str, None] = {}  # types of blocks, in order and without duplicates
     for message in chat["messages"]:
-        for part in message["content"] if isinstance(message["content"], list) else ():
+        if not isinstance(message["content"], list):
+            continue  # a text
+        for part in message["content"]:
             if part.get("type") not in ("text", "image_url"):
                 untranslated[str(part.get("type"))] = None
     if untranslated:
@@ -247,9 +254,9 @@ def rewrite(request_body: Mapping[str, Any], replace_text: ReplaceText) -> Mappi
     changed: dict[str, Any] = {}
     system = request_body.get("system")
     if isinstance(system, str) and system:
-        new = replace_text("system", "", system)
-        if new is not None:
-            changed["system"] = new
+        new_text = replace_text("system", "", system)
+        if new_text is not None:
+            changed["system"] = new_text
     elif system:
         blocks = edited_blocks(system, "system", replace_text, "")
         if blocks is not system:
@@ -262,14 +269,26 @@ def rewrite(request_body: Mapping[str, Any], replace_text: ReplaceText) -> Mappi
         new_tools = edited_tools(tools, replace_text, _chat_tool, "description", "input_schema")
         if new_tools is not tools:
             changed["tools"] = new_tools
+    # The format of the answer is in `output_config`, or in the older field `output_format`.
     output = request_body.get("output_config") or {}
-    for name, holder in (("output_config", output), ("output_format", {"format": request_body.get("output_format")})):
-        if form := holder.get("format"):
-            named = {"name": "output", "schema": form.get("schema")}
-            if (new := map_format(named, replace_text)) is not named:
-                form = {**form, "schema": new["schema"]}
-                changed[name] = {**holder, "format": form} if name == "output_config" else form
+    output_format = _with_edited_schema(output.get("format"), replace_text)
+    if output_format is not output.get("format"):
+        changed["output_config"] = {**output, "format": output_format}
+    older_format = _with_edited_schema(request_body.get("output_format"), replace_text)
+    if older_format is not request_body.get("output_format"):
+        changed["output_format"] = older_format
     return {**request_body, **changed} if changed else request_body
+
+
+def _with_edited_schema(output_format: Any, replace_text: ReplaceText) -> Any:
+    """The format of an answer with the edited texts of its schema; `output_format` itself if nothing changes."""
+    if not output_format:
+        return output_format
+    chat_format = {"name": "output", "schema": output_format.get("schema")}
+    edited_format = map_format(chat_format, replace_text)
+    if edited_format is chat_format:
+        return output_format
+    return {**output_format, "schema": edited_format["schema"]}
 
 
 def arguments_in(episode: LiveEpisode) -> BoundedCache[str]:
@@ -295,13 +314,13 @@ def messages_of(messages: Iterable[Mapping[str, Any]], written: BoundedCache[str
         if message.get("role") == "assistant":
             chat.append(assistant_of(blocks, written))
             continue
-        results = [block for block in blocks if block.get("type") == "tool_result"]
-        for block in results:
+        tool_results = [block for block in blocks if block.get("type") == "tool_result"]
+        other_blocks = [block for block in blocks if block.get("type") != "tool_result"]
+        for block in tool_results:
             content = _chat_content(_content_blocks(block.get("content")))
             chat.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
-        others = [block for block in blocks if block.get("type") != "tool_result"]
-        if others or not results:
-            chat.append({"role": message.get("role", "user"), "content": _chat_content(others)})
+        if other_blocks or not tool_results:
+            chat.append({"role": message.get("role", "user"), "content": _chat_content(other_blocks)})
     return chat
 
 

@@ -25,11 +25,13 @@ def install() -> None:
     def scope(agent: Any, messages: Any, *args: Any, **options: Any) -> AutogenScope:
         return open_scope(agent, agent.name, received=tuple(messages))
 
-    replace_methods(BaseChatAgent, in_scope(scope, _has_answered), "on_messages", "on_messages_stream")
+    replace_methods(BaseChatAgent, in_scope(scope, _note_response), "on_messages", "on_messages_stream")
 
 
-def _has_answered(episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: Any) -> None:
-    """Remember that an agent's response comes from the last call that the agent made."""
+def _note_response(episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: Any) -> None:
+    """Note that an agent's response comes from the last call that the agent made, so that later calls which read the
+    response get this call as a parent. Items of an agent that are no response are skipped.
+    """
     if not isinstance(item, Response) or not scope.last_output:
         return
     try:

@@ -69,21 +69,23 @@ class Lineage:
                 del self._outputs[next(iter(self._outputs))]
 
     def read(self, messages: Sequence[Any]) -> tuple[str, ...]:
-        """The earlier outputs that the messages of a request contain. They are the calls whose answers this call reads.
+        """The ids of earlier outputs that the messages of a request contain, in the order of the messages.
 
-        If several outputs are equal, the newest count, as many as occur in the messages.
+        If several outputs have the same text, and the messages contain it `n` times, the newest `n` outputs are
+        returned.
         """
         counts: Counter[Any] = Counter()
         for message in messages:
             counts.update(_keys_of(message))
-        contained: dict[str, None] = {}  # a set that keeps the order
+        outputs_read: dict[str, None] = {}  # a set that keeps the order
         for key, count in counts.items():
             outputs: Sequence[str] = self._outputs.get(key, ())
-            # The id of a function call is unique: all its outputs count, the asking call and the answering ones.
+            # The id of a function call is unique. Its outputs are the call that asks for the function, and the calls
+            # that its result comes from: all are read.
             if key[0] != "call":
                 outputs = outputs[-count:]
-            contained.update(dict.fromkeys(outputs))
-        return tuple(contained)
+            outputs_read.update(dict.fromkeys(outputs))
+        return tuple(outputs_read)
 
 
 def _keys_of(message: Any) -> Iterator[Hashable]:
@@ -173,21 +175,27 @@ def _caller(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
     scope = innermost(AutogenScope)
     try:
         owner_scope = scope.of(owner) if scope else None
-        role = owner_scope.role if owner_scope else _name(owner, scope.names if scope else None)
-        received: tuple[Any, ...] = owner_scope.received if owner_scope else ()
-        thread = getattr(owner, "_message_thread", None)  # only the manager of a team has one
+        if owner_scope is not None:
+            role = owner_scope.role
+            received = owner_scope.received
+        else:
+            role = _role_outside_scope(owner, scope.names if scope else None)
+            received = ()
+        thread_messages = []
+        thread = getattr(owner, "_message_thread", None)
         if thread is not None:
+            # The manager of a team gets all messages of the team, and makes a prompt of its own from them.
             received = tuple(thread)
+            thread_messages = [message.to_model_message() for message in thread if hasattr(message, "to_model_message")]
         state = AgentState(owner, scope.team if scope else None, received, tuple(messages))
-        earlier = [message.to_model_message() for message in thread or () if hasattr(message, "to_model_message")]
-        read = lineage_of(episode).read([*earlier, *messages])
+        read = lineage_of(episode).read([*thread_messages, *messages])
         return CallerContext(role, NAME, state=state, read=read, output=new_id())
     except Exception as error:  # noqa: BLE001
         episode.warn("autogen", "The AutoGen integration could not find the messages that a call reads.", error)
         return CallerContext(str(getattr(owner, "name", "app")), NAME)
 
 
-def _name(owner: Any, names: Names | None) -> str:
+def _role_outside_scope(owner: Any, names: Names | None) -> str:
     """The role of an object that makes a call outside of its scope."""
     if isinstance(owner, BaseAgent):
         return str(owner.id.type)
@@ -195,15 +203,18 @@ def _name(owner: Any, names: Names | None) -> str:
 
 
 def _remember_answer(episode: LiveEpisode, owner: Any, caller: CallerContext, result: Any) -> None:
-    """Remember the answer of a call, to recognize it in the messages of later calls."""
+    """Remember the answer of a call, to recognize it in the messages of later calls. Warns if the call was not
+    recorded.
+    """
     if not caller.calls:
         episode.warn(
             "unseen_call",
             f"A model client answered role {caller.role!r} without a call that can be recorded: from a cache or by a "
             "client of its own. Switch the cache off while recording.",
         )
-    if caller.output is None or not caller.calls:
         return
+    if caller.output is None:
+        return  # the caller's messages could not be read, so the answer has no id
     source = getattr(owner, "name", None) or getattr(owner, "_name", "")
     lineage_of(episode).add(str(source), getattr(result, "content", None), caller.output)
     scope = innermost(AutogenScope)

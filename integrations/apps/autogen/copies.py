@@ -34,9 +34,10 @@ def copy_application(app: Any) -> Any:
 
 
 def _copy(value: Any, copies: dict[int, Any]) -> Any:
-    """Copy a value of the application.
+    """Copy a value of the application with the objects in it, as far as they keep the state of a conversation. Other
+    objects are shared.
 
-    `copies` maps the id of an original to its copy, so that an object which is held twice is copied once.
+    `copies` maps the id of an original to its copy, so that an object with two references to it is copied once.
     """
     if id(value) in copies:
         return copies[id(value)]
@@ -74,7 +75,8 @@ def _copy_state(value: Any, copies: dict[int, Any]) -> Any:
         new.__dict__[name] = _copy(item, copies)
     if is_team:
         # A runtime is shared, but not the one that a team has created for itself: it belongs to the team's run.
-        new._initialized = new._is_running = False
+        new._initialized = False
+        new._is_running = False
         if new._embedded_runtime:
             new._runtime = SingleThreadedAgentRuntime(ignore_unhandled_exceptions=False)
     return new

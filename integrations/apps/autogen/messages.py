@@ -27,13 +27,16 @@ _FINISH = {"stop": "stop", "length": "length", "content_filter": "content_filter
 
 def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a model client's method as the body of a chat request."""
-    choice = options.get("tool_choice", "auto")
-    form = options.get("json_output") or None
-    if not isinstance(choice, str):
-        choice = {"type": "function", "function": {"name": choice.name}}
-    if form is not None:
-        # `json_output` is true, or a class that describes the object.
-        form = {"type": "json_object"} if form is True else json_schema(form)
+    tool_choice = options.get("tool_choice", "auto")
+    if not isinstance(tool_choice, str):
+        tool_choice = {"type": "function", "function": {"name": tool_choice.name}}
+    # `json_output` is true, a class that describes the object, or false or None for a text.
+    json_output = options.get("json_output")
+    response_format: dict[str, Any] | None = None
+    if json_output is True:
+        response_format = {"type": "json_object"}
+    elif json_output:
+        response_format = json_schema(json_output)
     chat_messages: list[dict[str, Any]] = []
     for message in messages:
         chat_messages += _message(message)
@@ -42,8 +45,8 @@ def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any])
         "model": _model_name(client),
         "messages": chat_messages,
         "tools": [{"type": "function", "function": dict(schema)} for schema in tools],
-        "tool_choice": choice,
-        "response_format": form,
+        "tool_choice": tool_choice,
+        "response_format": response_format,
         "stream": options.get("stream"),
         **(options.get("extra_create_args") or {}),
     }
@@ -67,7 +70,7 @@ def edited_message(message: Any, replace_text: ReplaceText) -> Any:
 
 
 def edited_tools(tools: Sequence[Any], replace_text: ReplaceText) -> list[Any]:
-    """The tools. A tool with edited texts is replaced by its schema."""
+    """The tools of a request with edited texts. A tool whose texts change is replaced by its schema, a dictionary."""
     edited = []
     for tool in tools:
         schema = tool if isinstance(tool, Mapping) else tool.schema
@@ -77,20 +80,22 @@ def edited_tools(tools: Sequence[Any], replace_text: ReplaceText) -> list[Any]:
 
 
 def result_of(answer: Answer) -> CreateResult:
-    """The chosen candidate as the result of `create`; the text of an answer with function calls is its thought."""
+    """The chosen candidate as the result of `create`."""
     candidate = answer.candidates[answer.chosen]
     text = str(candidate.message.get("content") or "")
-    calls = [
-        FunctionCall(
-            id=str(tool.get("id") or f"call_{i}"),
-            name=tool["function"]["name"],
-            arguments=tool["function"]["arguments"],
-        )
-        for i, tool in enumerate(candidate.tool_calls)
-    ]
-    thought = candidate.message.get("reasoning_content") or (text if calls else None) or None
+    calls = []
+    for i, tool in enumerate(candidate.tool_calls):
+        function = tool["function"]
+        id = str(tool.get("id") or f"call_{i}")
+        calls.append(FunctionCall(id=id, name=function["name"], arguments=function["arguments"]))
+    finish_reason: Any = _FINISH.get(candidate.finish_reason, "unknown")
+    thought = candidate.message.get("reasoning_content") or None
+    if calls:
+        # A result has function calls or a text, so the text of an answer with calls becomes its thought.
+        finish_reason = "function_calls"
+        thought = thought or text or None
     return CreateResult(
-        finish_reason="function_calls" if calls else _FINISH.get(candidate.finish_reason, "unknown"),  # type: ignore[arg-type]
+        finish_reason=finish_reason,
         content=calls or text,
         usage=RequestUsage(answer.usage.prompt_tokens, len(candidate.token_ids) or answer.usage.completion_tokens),
         cached=False,
@@ -108,17 +113,22 @@ def answer_of_result(result: Any) -> Answer:
             message["reasoning_content"] = result.thought
     else:
         message = {"role": "assistant", "content": result.thought, "tool_calls": [_call(c) for c in result.content]}
-    finish: Any = result.finish_reason
-    if finish in ("function_calls", "unknown"):
-        finish = "tool_calls" if finish == "function_calls" else "stop"
+    finish_reason: Any = result.finish_reason
+    if finish_reason == "function_calls":
+        finish_reason = "tool_calls"
+    elif finish_reason == "unknown":
+        finish_reason = "stop"
     candidate = Candidate(
         index=0,
         text=str(message["content"] or ""),
         message=message,
-        finish_reason=finish,
+        finish_reason=finish_reason,
     )
-    usage = {name: getattr(result.usage, name, None) for name in ("prompt_tokens", "completion_tokens")}
-    return Answer(candidates=(candidate,), usage=counts(usage, *usage))
+    usage = {
+        "prompt_tokens": getattr(result.usage, "prompt_tokens", None),
+        "completion_tokens": getattr(result.usage, "completion_tokens", None),
+    }
+    return Answer(candidates=(candidate,), usage=counts(usage, "prompt_tokens", "completion_tokens"))
 
 
 def part_of(texts: Sequence[str]) -> Answer | None:

@@ -63,18 +63,22 @@ def install() -> None:
     require_hooks("autogen-core", SingleThreadedAgentRuntime, "send_message", "publish_message")
     require_hooks("autogen-core", BaseTool, "run_json")
     require_hooks("autogen-core", BaseStreamTool, "run_json_stream")
-    # Do not log the cancellations that `_mark_cancellation` marks.
-    logging.getLogger(BaseAgent.__module__.partition(".")[0]).addFilter(
-        lambda record: not getattr(record.exc_info[1] if record.exc_info else None, _STOPPED, False)
-    )
+
+    def is_unmarked(record: logging.LogRecord) -> bool:
+        """Filter of AutoGen's log, which leaves out the cancellations that `_mark_cancellation` has marked."""
+        error = record.exc_info[1] if record.exc_info else None
+        return not getattr(error, _STOPPED, False)
+
+    autogen_logger = logging.getLogger(BaseAgent.__module__.partition(".")[0])
+    autogen_logger.addFilter(is_unmarked)
     BaseAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
     replace_method(BaseAgent, "on_message", _on_message)
     replace_method(SingleThreadedAgentRuntime, "send_message", _wrap_send)
     replace_method(SingleThreadedAgentRuntime, "publish_message", _wrap_send)
     record_tools(BaseTool, "run")
-    scoped = in_scope(_tool_scope, _has_returned)
-    replace_method(BaseTool, "run_json", lambda original: scoped(_wrap_run_json(original)))
-    replace_method(BaseStreamTool, "run_json_stream", in_scope(_tool_scope, _has_returned))
+    in_tool_scope = in_scope(_tool_scope, _note_tool_result)
+    replace_method(BaseTool, "run_json", lambda original: in_tool_scope(_wrap_run_json(original)))
+    replace_method(BaseStreamTool, "run_json_stream", in_tool_scope)
 
 
 def _wrap_send(original: Any) -> Any:
@@ -136,11 +140,14 @@ def _mark_cancellation(episode: LiveEpisode) -> Iterator[None]:
 
 
 def _wrap_run_json(original: Any) -> Any:
-    """Wrap `run_json` to note the tool call that a tool answers."""
+    """Wrap the method `run_json` of tools: note the id of the tool call that the tool answers, for its recording."""
 
-    async def run_json(self: Any, args: Any, cancellation_token: Any, call_id: str | None = None, **more: Any) -> Any:
-        with context_value(tool_at_work, tool_at_work.get()._replace(answered_call=call_id or "")):
-            return await original(self, args, cancellation_token, call_id=call_id, **more)
+    async def run_json(
+        self: Any, args: Any, cancellation_token: Any, call_id: str | None = None, **options: Any
+    ) -> Any:
+        tool_in_call = tool_at_work.get()._replace(answered_call=call_id or "")
+        with context_value(tool_at_work, tool_in_call):
+            return await original(self, args, cancellation_token, call_id=call_id, **options)
 
     return run_json
 
@@ -149,13 +156,15 @@ def _tool_scope(tool: Any, *args: Any, **options: Any) -> AutogenScope:
     return open_scope(tool, tool.name, part=True)
 
 
-def _has_returned(
+def _note_tool_result(
     episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: dict[str, Any]
 ) -> None:
-    """Remember that the result of a tool comes from the last call of the agents that ran inside the tool. A call that
+    """Note that the result of a tool comes from the last call of the agents that ran inside the tool. A call that
     reads the result then has this call as its parent.
     """
-    call_id = options.get("call_id") or (args[2] if len(args) > 2 else None)
+    call_id = options.get("call_id")
+    if not call_id and len(args) > 2:
+        call_id = args[2]  # `run_json(args, cancellation_token, call_id)`
     if call_id and scope.last_output:
         lineage_of(episode).answered(call_id, scope.last_output)
         scope.last_output = None

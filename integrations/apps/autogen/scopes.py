@@ -90,13 +90,17 @@ class AutogenScope(Scope):
 
 
 def open_scope(owner: Any, name: str, *, part: bool = False, received: tuple[Any, ...] = ()) -> AutogenScope:
-    """A scope inside the current one; the current scope itself if it belongs to this owner already."""
+    """The scope of `owner`, an agent, a team, a manager or a tool that starts to work, inside the current scope.
+
+    Returns the current scope if it belongs to this owner already. A `part` is named after the role around it.
+    `received` are the messages that an agent received.
+    """
     outer = innermost(AutogenScope)
     if outer is not None and outer.owner is owner:
         return outer
     names = outer.names if outer else None
-    # The outermost agent or team labels all members of the application.
     if names is None and isinstance(owner, (*_chat_agents(), *_teams())):
+        # The outermost agent or team labels all members of the application.
         names = Names(owner)
         _report_parts(owner, names)
         _watch_shared(names)
@@ -106,29 +110,35 @@ def open_scope(owner: Any, name: str, *, part: bool = False, received: tuple[Any
 def in_scope(
     scope_of: Callable[..., AutogenScope], report: Callable[[LiveEpisode, AutogenScope, Any, Sequence[Any], Any], None]
 ) -> Callable[[Any], Any]:
-    """A wrapper for methods, async or async generators: in an episode they run inside `scope_of(*arguments)`.
+    """Returns a wrapper for the methods that run an agent, a team or a tool: coroutines and async generators.
 
-    `report(episode, scope, item, args, options)` gets the result of a method, or each item of a generator.
+    In an episode, a wrapped method runs inside the scope `scope_of(self, *args, **options)`, so that its calls get the
+    role of the scope. `report(episode, scope, item, args, options)` gets the result of a coroutine, or each item of a
+    generator.
     """
 
     def wrapper(original: Any) -> Any:
-        """Hook a method that runs an agent or a team: its calls get the role, and its results are reported."""
+        """Wrap a method that runs an agent, a team or a tool. Its calls get the role of its scope, and its results are
+        reported.
+        """
 
         def run(self: Any, *args: Any, **options: Any) -> Any:
-            """Run the agent or team inside its scope. Outside of an episode, nothing changes."""
+            """Run the method inside its scope. Outside of an episode, it runs as before."""
             episode = current_episode.get()
-            # The call only creates the coroutine or the generator: its code runs later, inside the scope.
-            work = original(self, *args, **options)
-            if episode is None or not (inspect.isawaitable(work) or hasattr(work, "aclose")):
-                return work
+            # This only creates the coroutine or the generator: its code runs later, inside the scope.
+            coroutine_or_generator = original(self, *args, **options)
+            is_coroutine = inspect.isawaitable(coroutine_or_generator)
+            is_generator = hasattr(coroutine_or_generator, "aclose")
+            if episode is None or not (is_coroutine or is_generator):
+                return coroutine_or_generator
             scope = scope_of(self, *args, **options)
 
             def report_item(item: Any) -> None:
                 report(episode, scope, item, args, options)
 
-            if inspect.isawaitable(work):
-                return _await_in_scope(scope, work, report_item)
-            return step_in_scope(scope, work, report_item)
+            if is_coroutine:
+                return _await_in_scope(scope, coroutine_or_generator, report_item)
+            return step_in_scope(scope, coroutine_or_generator, report_item)
 
         return run
 
@@ -167,8 +177,8 @@ def _watch_shared(names: Names) -> None:
     if episode is None or episode.phase == "trace":
         return
     for member in names.members:
-        keeps = isinstance(member, _teams()) or hasattr(member, "_model_context")
-        if keeps and was_used_by_another(member, episode.id):
+        has_state = isinstance(member, _teams()) or hasattr(member, "_model_context")
+        if has_state and was_used_by_another(member, episode.id):
             episode.warn(
                 "shared_agent",
                 "Episodes share an agent or team of AutoGen, so each reads what others have said, and a team runs only "
@@ -199,16 +209,20 @@ def _members_with_paths(root: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _inner_members(member: Any) -> Iterator[Any]:
-    """The agents and teams that an agent or team holds: participants, an inner team, a wrapped agent, tools."""
-    values = list(vars(member).values()) if hasattr(member, "__dict__") else []
-    for value in list(values):
+    """The agents and teams that an agent or team contains: its participants, its inner team, the agent that it wraps,
+    and the agents and teams that its tools wrap.
+    """
+    if not hasattr(member, "__dict__"):
+        return
+    values = list(vars(member).values())
+    for value in vars(member).values():
         if isinstance(value, list | tuple):
             values += value
-    # A tool may wrap an agent or a team.
-    for value in list(values):
-        if isinstance(value, StaticWorkbench):
-            values += [getattr(tool, "_task_runner", None) for tool in value._tools]
+    task_runners_of_tools = []
     for value in values:
+        if isinstance(value, StaticWorkbench):
+            task_runners_of_tools += [getattr(tool, "_task_runner", None) for tool in value._tools]
+    for value in [*values, *task_runners_of_tools]:
         if isinstance(value, (*_chat_agents(), *_teams())):
             yield value
 

@@ -32,8 +32,8 @@ def install() -> None:
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
-    """A function that runs a team or an agent on a task, or None for another object. Each run gets a copy, as teams
-    keep the messages of earlier runs.
+    """A function that runs the team or agent `app` on a task; None for any other object. Each run gets a copy of the
+    team, because a team keeps the messages of its earlier runs.
     """
     if not isinstance(app, ChatAgent | Team):
         return None
@@ -54,10 +54,12 @@ def _run_stream(original: Any) -> Any:
 
 
 async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Run the stream of a team in the team's scope. Members find the scope through `at_work` meanwhile."""
+    """Run the stream of a team in the team's scope. Members of the team run in other tasks, and find the scope in the
+    table `at_work.teams`, where it is registered until the stream ends.
+    """
     scope = open_scope(team, team.name)
 
-    def report(item: Any) -> None:
+    def pass_on_result(item: Any) -> None:
         if isinstance(item, TaskResult):
             scope.hand_on()
 
@@ -66,7 +68,7 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
     if not team._is_running:
         at_work.teams[team._team_id] = Running(episode, functools.partial(_member_scope, scope))
     try:
-        async with aclosing(step_in_scope(scope, source, report)) as items:
+        async with aclosing(step_in_scope(scope, source, pass_on_result)) as items:
             async for item in items:
                 yield item
     finally:

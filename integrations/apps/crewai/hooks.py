@@ -55,7 +55,8 @@ def install() -> None:
         _run_in_scope(Task, name, _task_scope)
     _run_in_scope(RuntimeFlow, "_execute_method", _flow_scope)
     BaseAgent.copy = _wrap_copy(BaseAgent.copy)  # type: ignore[method-assign, assignment]
-    for module in (sys.modules[name] for name in _GUARDRAIL_MODULES):
+    for name in _GUARDRAIL_MODULES:
+        module = sys.modules[name]
         module.process_guardrail = run_inside(  # type: ignore[attr-defined]
             module.process_guardrail, lambda *args, **kwargs: enter_scope(part_scope("guardrail", inside=False))
         )
@@ -103,7 +104,10 @@ async def _run_flow(make: Callable[[], Any], inputs: Any) -> Any:
 
 
 def _flow_factory(flow: Any) -> Callable[[], Any]:
-    """A function that makes another flow like this one."""
+    """A function that makes a new flow of the same class, with the values that the user has set in this one.
+
+    Raises WorkflowError for a flow that was made from a declaration, as its class does not have its methods.
+    """
     if type(flow) in (Flow, RuntimeFlow):
         raise WorkflowError(
             "A flow made from a declaration cannot be run more than once.",
@@ -145,14 +149,16 @@ def _report_parts(parts: Parts, scope: CrewScope) -> None:
     parts.enter(scope.role)
     crew = getattr(scope.agent, "crew", None)
     if crew is not None:
-        agents = [*crew.agents, *([crew.manager_agent] if crew.manager_agent is not None else ())]
-        name = crew.name or "crew"
-        parts.add(Part(role_of(agent), "agent", name, str(agent.role).strip()) for agent in agents)
+        agents = list(crew.agents)
+        if crew.manager_agent is not None:
+            agents.append(crew.manager_agent)
+        crew_name = crew.name or "crew"
+        parts.add(Part(role_of(agent), "agent", crew_name, str(agent.role).strip()) for agent in agents)
     elif scope.role in _AGENTS_OF_CREWAI:
         parts.add([Part(scope.role, "agent", "CrewAI", scope.role)])
     if scope.agent is None and scope.flow is not None:
-        name = type(scope.flow).__name__
-        parts.add(Part(str(method), "method", name, str(method)) for method in scope.flow._methods)
+        flow_name = type(scope.flow).__name__
+        parts.add(Part(str(method), "method", flow_name, str(method)) for method in scope.flow._methods)
 
 
 def _wrap_copy(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -50,8 +50,8 @@ def edited_arguments(call_arguments: Mapping[str, Any], replace_text: ReplaceTex
     messages = call_arguments.get("messages") or []
     tools = call_arguments.get("tools")
     if isinstance(messages, str):
-        new = replace_text("user", "", messages)
-        return {**call_arguments, "messages": messages if new is None else new}
+        new_text = replace_text("user", "", messages)
+        return {**call_arguments, "messages": messages if new_text is None else new_text}
     changed = {**call_arguments, "messages": [map_message(message, replace_text) for message in messages]}
     if tools:
         changed["tools"] = [map_tool(tool, replace_text) for tool in tools]
@@ -59,20 +59,23 @@ def edited_arguments(call_arguments: Mapping[str, Any], replace_text: ReplaceTex
 
 
 def answer_of(value: Any) -> Answer:
-    """The answer in the result of a model's `call`. Raises ValueError for an empty result."""
+    """The answer in the result of a model's `call`: a list of tool calls, an object, or a text.
+
+    Raises ValueError for an empty result.
+    """
     if value is None or value == "" or value == []:
         raise ValueError(f"the model returned {value!r}")
     message: dict[str, Any] = {"role": "assistant", "content": None}
     if isinstance(value, list):
-        broken = []
+        malformed = []
         message["tool_calls"] = []
         for index, tool_call in enumerate(value):
             try:
                 message["tool_calls"].append(_tool_call(index, tool_call))
             except (TypeError, AttributeError, ValueError):
-                broken.append(repr(tool_call))
-        if broken:
-            message[MALFORMED] = {"tool_calls": broken}
+                malformed.append(repr(tool_call))
+        if malformed:
+            message[MALFORMED] = {"tool_calls": malformed}
     elif isinstance(value, BaseModel):
         message["content"] = value.model_dump_json()
     else:
@@ -86,15 +89,17 @@ def result_of_call(model: Any, answer: Answer, call_arguments: Mapping[str, Any]
     """The chosen candidate as the result of `call`: a text, a parsed object, tool calls, or the result of a tool."""
     candidate = answer.candidates[answer.chosen]
     functions = call_arguments.get("available_functions")
-    if candidate.tool_calls and functions:
-        result = _run_tool(model, candidate.tool_calls[0], functions, call_arguments)
-        if result is not None:
-            return result
-    elif candidate.tool_calls:
+    if candidate.tool_calls and not functions:
         return [dict(tool) for tool in candidate.tool_calls]
+    if candidate.tool_calls and functions:
+        result_of_tool = _run_tool(model, candidate.tool_calls[0], functions, call_arguments)
+        if result_of_tool is not None:
+            return result_of_tool
     text = candidate.message.get("content") or ""
     response_model = call_arguments.get("response_model")
-    return model._validate_structured_output(text, response_model) if response_model is not None else text
+    if response_model is None:
+        return text
+    return model._validate_structured_output(text, response_model)
 
 
 def _run_tool(
@@ -117,24 +122,29 @@ def _run_tool(
 
 def _tool_call(index: int, value: Any) -> dict[str, Any]:
     """A tool call of any provider: OpenAI's objects and dicts, or a name with arguments."""
-    plain = value.model_dump() if isinstance(value, BaseModel) else value
-    if isinstance(plain, Mapping):
-        raw = plain
+    fields: Mapping[str, Any]
+    if isinstance(value, BaseModel):
+        fields = value.model_dump()
+    elif isinstance(value, Mapping):
+        fields = value
     else:
-        raw = {name: getattr(value, name, None) for name in ("id", "function", "name")}
-    function = raw.get("function") or raw
-    arguments: Any
+        fields = {name: getattr(value, name, None) for name in ("id", "function", "name")}
+    # Some providers have the name and the arguments in the tool call itself.
+    function = fields.get("function") or fields
+    arguments: Any = None
     if isinstance(function, Mapping):
         name = function.get("name")
         # Providers have different names for this field.
-        arguments = next((function[k] for k in ("arguments", "input", "args") if function.get(k) is not None), {})
+        for field in ("arguments", "input", "args"):
+            if arguments is None:
+                arguments = function.get(field)
     else:
         name = function.name
         arguments = function.arguments
     if not isinstance(arguments, str):
         arguments = json.dumps(plain_json(arguments or {}))
     return {
-        "id": str(raw.get("id") or raw.get("toolUseId") or f"call_{index}"),
+        "id": str(fields.get("id") or fields.get("toolUseId") or f"call_{index}"),
         "type": "function",
         "function": {"name": str(name), "arguments": arguments},
     }

@@ -48,13 +48,17 @@ class CrewScope(Scope):
     """Ids of outputs that its prompt contains."""
 
     def caller(self, output: str | None = None) -> CallerContext:
-        """The caller of a call in this scope. `output` is the id of the answer if the call is the agent's own."""
-        read: list[str] = []
+        """The caller of a call in this scope, with the ids of the outputs that the call reads.
+
+        `output` is the id of the call's answer if the call is the agent's own, not one of a tool or a guardrail.
+        """
+        outputs_read: list[str] = []
         if self.outer is not None and self.outer.agent is not None:
-            read.append(self.outer.key)
+            outputs_read.append(self.outer.key)
         if output is not None:
-            read += self.reads
-        return CallerContext(self.role, NAME, state=_scope_state(self), read=(*read, self.key), output=output)
+            outputs_read += self.reads
+        outputs_read.append(self.key)
+        return CallerContext(self.role, NAME, state=_scope_state(self), read=tuple(outputs_read), output=output)
 
 
 _templates: dict[int, str] = {}
@@ -108,7 +112,9 @@ def part_scope(name: str, *, inside: bool) -> CrewScope:
 
 @contextmanager
 def enter_scope(scope: CrewScope) -> Iterator[None]:
-    """Enter `scope`, outside of any model's `call`. The agent around it reads its output afterwards."""
+    """Run the block in `scope`, outside of any model's `call`. Afterwards the output of the scope counts as read by the
+    agent around it, whose later calls may contain it.
+    """
     try:
         with entered(scope), outside_call():
             yield
@@ -144,7 +150,9 @@ def caller_of(agent: Any, task: Any) -> CallerContext | None:
 
 @contextmanager
 def last_answer() -> Iterator[None]:
-    """Give the call made inside, which names no agent, to the agent at work. It is the agent's answer."""
+    """Give a call in the block to the agent at work, as the agent's answer. CrewAI does not name the agent in the call
+    that asks for a final answer.
+    """
     scope = innermost(CrewScope)
     if scope is None or scope.agent is None:
         yield
@@ -178,11 +186,12 @@ def _context_keys(agent: Any, task: Any) -> list[str]:
         return [_task_key(other) for other in context]
     if context is None:
         return []
-    # CrewAI marks a task without a context by an object of its own.
-    finished: list[str] = []
-    for other in getattr(getattr(agent, "crew", None), "tasks", None) or ():
+    # A task without a context has a marker object there: it reads all finished tasks before it.
+    crew = getattr(agent, "crew", None)
+    finished_keys: list[str] = []
+    for other in getattr(crew, "tasks", None) or ():
         if other is task:
-            return finished
+            return finished_keys
         if other.output is not None:
-            finished.append(_task_key(other))
-    return []
+            finished_keys.append(_task_key(other))
+    return []  # the task is not one of the crew

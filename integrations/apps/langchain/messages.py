@@ -28,13 +28,14 @@ def request_of(
     model: Any, messages: Sequence[Any], stop: Sequence[str] | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The arguments of a model's method as the body of a chat request."""
-    facts = model._get_ls_params(stop=list(stop) if stop else None)
+    stop_texts = list(stop) if stop else None
+    model_params = model._get_ls_params(stop=stop_texts)  # the parameters that LangChain reports to LangSmith
     body = {
-        "model": facts.get("ls_model_name") or type(model).__name__,
+        "model": model_params.get("ls_model_name") or type(model).__name__,
         "messages": plain_json(convert_to_openai_messages(messages)),
-        "temperature": facts.get("ls_temperature"),
-        "max_tokens": facts.get("ls_max_tokens"),
-        "stop": list(stop) if stop else None,
+        "temperature": model_params.get("ls_temperature"),
+        "max_tokens": model_params.get("ls_max_tokens"),
+        "stop": stop_texts,
         **{key: plain_json(value) for key, value in options.items() if key != "tools"},
         "tools": [plain_json(_tool(tool)) for tool in options.get("tools") or ()],
     }
@@ -76,16 +77,19 @@ def _edited_tool(tool: Any, replace_text: ReplaceText) -> Any:
 def result_of(call: LiveCall, answer: Answer) -> ChatResult:
     """The chosen candidate as the result of `_generate`."""
     candidate = answer.candidates[answer.chosen]
-    calls = []
-    invalid = []
-    for raw in candidate.tool_calls:
+    tool_calls = []
+    invalid_tool_calls = []
+    for tool_call in candidate.tool_calls:
         try:
-            calls.append(parse_tool_call(dict(raw), return_id=True))
+            parsed_call = parse_tool_call(dict(tool_call), return_id=True)
         except OutputParserException as error:
-            invalid.append(make_invalid_tool_call(dict(raw), str(error)))
+            invalid_tool_calls.append(make_invalid_tool_call(dict(tool_call), str(error)))
+        else:
+            if parsed_call:
+                tool_calls.append(parsed_call)
     message = AIMessage(
-        tool_calls=[c for c in calls if c],
-        invalid_tool_calls=invalid,
+        tool_calls=tool_calls,
+        invalid_tool_calls=invalid_tool_calls,
         **_common_fields(call, answer, candidate),
     )
     return ChatResult(generations=[ChatGeneration(message=message, generation_info=_message_metadata(call, candidate))])
@@ -112,24 +116,37 @@ def chunk_of(call: LiveCall, answer: Answer) -> ChatGenerationChunk:
 
 
 def answer_of_result(result: ChatResult | list[ChatGenerationChunk]) -> Answer:
-    """The answer in a model's result, or in the chunks that it streamed. Raises ValueError for an empty one."""
+    """The answer in a model's result, or in the list of chunks that the model streamed.
+
+    Raises ValueError for an empty result or list.
+    """
+    generations: Sequence[Any]
     if isinstance(result, list):
-        if not result:
+        chunks = result
+        if not chunks:
             raise ValueError("an empty stream")
         try:
-            generations: Sequence[Any] = [result[0] if len(result) == 1 else result[0] + result[1:]]
-        except Exception as broken:  # noqa: BLE001 - chunks that LangChain itself cannot merge
-            text = "".join(part for chunk in result if isinstance(part := chunk.message.content, str))
-            message = {"role": "assistant", "content": text, MALFORMED: {"stream": error_text(broken)}}
-            return Answer(candidates=(Candidate(index=0, text=text, message=message),))
+            # LangChain's `+` merges chunks into one.
+            generations = [chunks[0] if len(chunks) == 1 else chunks[0] + chunks[1:]]
+        except Exception as error:  # noqa: BLE001 - chunks that LangChain itself cannot merge
+            return _malformed_stream(chunks, error)
     else:
         generations = result.generations
     if not generations:
         raise ValueError("no generations")
+    usage = getattr(generations[0].message, "usage_metadata", None)
     return Answer(
-        candidates=tuple(_candidate(i, g) for i, g in enumerate(generations)),
-        usage=counts(getattr(generations[0].message, "usage_metadata", None), "input_tokens", "output_tokens"),
+        candidates=tuple(_candidate(i, generation) for i, generation in enumerate(generations)),
+        usage=counts(usage, "input_tokens", "output_tokens"),
     )
+
+
+def _malformed_stream(chunks: list[ChatGenerationChunk], error: Exception) -> Answer:
+    """The answer for chunks that cannot be merged: the texts among them, marked as malformed with the error."""
+    texts = [chunk.message.content for chunk in chunks if isinstance(chunk.message.content, str)]
+    text = "".join(texts)
+    message = {"role": "assistant", "content": text, MALFORMED: {"stream": error_text(error)}}
+    return Answer(candidates=(Candidate(index=0, text=text, message=message),))
 
 
 def _candidate(index: int, generation: Any) -> Candidate:
@@ -138,18 +155,19 @@ def _candidate(index: int, generation: Any) -> Candidate:
     try:
         message = plain_json(convert_to_openai_messages(answer))
         text = str(answer.text)
-    except Exception as broken:  # noqa: BLE001 - a message that LangChain itself cannot read
+    except Exception as error:  # noqa: BLE001 - a message that LangChain itself cannot read
         text = answer.content if isinstance(getattr(answer, "content", None), str) else ""
-        message = {"role": "assistant", "content": text, MALFORMED: {"message": f"{type(broken).__name__}: {answer!r}"}}
-    # Models report the reason in either place; the second one wins.
-    facts: dict[str, Any] = {}
-    for table in (getattr(answer, "response_metadata", None), generation.generation_info):
-        if isinstance(table, Mapping):
-            facts.update(table)
-    finish = facts.get("finish_reason") or facts.get("stop_reason")
-    if not isinstance(finish, str):
-        finish = "tool_calls" if message.get("tool_calls") else "stop"
-    return Candidate(index=index, text=text, message=message, finish_reason=finish)
+        fault = f"{type(error).__name__}: {answer!r}"
+        message = {"role": "assistant", "content": text, MALFORMED: {"message": fault}}
+    # Models report the finish reason in either place; the second one wins.
+    metadata: dict[str, Any] = {}
+    for metadata_part in (getattr(answer, "response_metadata", None), generation.generation_info):
+        if isinstance(metadata_part, Mapping):
+            metadata.update(metadata_part)
+    finish_reason = metadata.get("finish_reason") or metadata.get("stop_reason")
+    if not isinstance(finish_reason, str):
+        finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
+    return Candidate(index=index, text=text, message=message, finish_reason=finish_reason)
 
 
 def _common_fields(call: LiveCall, answer: Answer, candidate: Candidate) -> dict[str, Any]:

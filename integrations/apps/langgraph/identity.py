@@ -71,16 +71,15 @@ def install() -> None:
         "retriever": _retriever_starts,
         "chat_model": _model_starts,
     }
-    for like in ("", "Async"):
+    for prefix in ("", "Async"):
         for kind, observe in observers.items():
-            _hook_manager(f"{like}CallbackManager", f"on_{kind}_start", _observed_start, observe)
+            _hook_manager(f"{prefix}CallbackManager", f"on_{kind}_start", _observed_start, observe)
         for kind in ("chain", "tool", "retriever"):
+            run_manager = f"{prefix}CallbackManagerFor{kind.title()}Run"
             for event in ("end", "error"):
-                _hook_manager(
-                    f"{like}CallbackManagerFor{kind.title()}Run", f"on_{kind}_{event}", _observed_end, _run_ends
-                )
+                _hook_manager(run_manager, f"on_{kind}_{event}", _observed_end, _run_ends)
         for event in ("end", "error"):
-            _hook_manager(f"{like}CallbackManagerForLLMRun", f"on_llm_{event}", _observed_end, _model_ends)
+            _hook_manager(f"{prefix}CallbackManagerForLLMRun", f"on_llm_{event}", _observed_end, _model_ends)
     hooks.scope_finders.append(_node_scope)
 
 
@@ -94,9 +93,10 @@ def _hook_manager(manager: str, event: str, wrapper: Callable[[Any, Observer], A
 def _observed_start(original: Any, observe: Observer) -> Any:
     """Wrap a method that starts a run, or one for each prompt of a chat model. `observe` is called after it."""
 
-    def started(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Observe the runs that a callback manager has started. An error here is counted and never reaches the
-        application.
+    def observe_all(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Observe the runs that a callback manager has started, and return its result, which is a run or a list.
+
+        An error of an observer is counted as a warning, and never reaches the application.
         """
         episode = current_episode.get()
         if episode is None:
@@ -114,10 +114,10 @@ def _observed_start(original: Any, observe: Observer) -> Any:
         return result
 
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return started(original(self, *args, **kwargs), args, kwargs)
+        return observe_all(original(self, *args, **kwargs), args, kwargs)
 
     async def start_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return started(await original(self, *args, **kwargs), args, kwargs)
+        return observe_all(await original(self, *args, **kwargs), args, kwargs)
 
     return start_async if inspect.iscoroutinefunction(original) else start
 
@@ -168,22 +168,22 @@ def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     Graphs, nodes and plain runnables are all chains. `args` are (serialized, inputs).
     """
     runs = _runs(episode)
+    name = kwargs.get("name")
     graph = around.get().starting_graph
     if graph is not None:
-        # The graph is taken by the first run: runs inside it must not be named after it.
+        # This is the first run after the graph was started, so it is the run of the graph. Later runs are not.
+        name = graph.name
         expect_run(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-    name = kwargs.get("name") if graph is None else graph.name
-    started = runs.runs[run.run_id.int] = GraphRun.chain(
-        _parent_run(runs, run), name, run.metadata, inputs, around.get().middleware
-    )
-    if graph is not None and started.parent is None:
+    new_run = GraphRun.chain(_parent_run(runs, run), name, run.metadata, inputs, around.get().middleware)
+    runs.runs[run.run_id.int] = new_run
+    if graph is not None and new_run.parent is None:
         # A graph that runs again is not waiting for an answer to its interrupt any more.
         episode.notes["waits"] = False
         if is_nameless(graph.name):
-            started.nameless = (graph, place_here())
+            new_run.nameless = (graph, place_here())
     if episode.parts is not None:
-        _report_parts(episode.parts, started, graph)
+        _report_parts(episode.parts, new_run, graph)
 
 
 def _report_parts(parts: Parts, run: GraphRun, graph: Any) -> None:
@@ -232,33 +232,46 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     """
     runs = _runs(episode)
     model_run = GraphRun.model(_parent_run(runs, run), run.metadata, around.get().middleware)
-    _, prompts = args[:2]
-    read = []
-    for message in prompts[0]:
-        message_id = message.id
-        if message_id and message_id.startswith("lc_run--"):
-            # LangChain names the message of an answer after the run, unless the provider gives it an id.
-            read.append(message_id[:_MESSAGE_ID])
-        elif message_id and message_id in runs.outputs:
-            read.append(runs.outputs[message_id])
-    caller: CallerContext | None = None
-    scope = current_scope.get()
-    if scope is not None:
-        # A scope belongs to another framework, such as a crew's agent. It names the caller if it was entered inside
-        # the node that the model runs in. If the node was entered later, the node is closer to the call.
-        here = _node_scope()
-        model_node = _node_of(model_run)
-        node_here = here.scope_id if here else None
-        if node_here == model_node and model_node in (None, scope.scope_of_finders):
-            caller = scope.caller()
+    caller = _caller_of_scope(model_run)
     if caller is None:
         role, nameless_agent = role_and_agent(model_run)
         caller = CallerContext(role, NAME, state=model_run.state, nameless=nameless_agent)
-    caller.read = (*caller.read, *read)
+    _, prompts = args[:2]
+    caller.read = (*caller.read, *_outputs_in_prompt(runs, prompts[0]))
     caller.output = f"lc_run--{run.run_id}"
     caller.thread = _thread_here(var_child_runnable_config.get())
     runs.callers[run.run_id.int] = caller
     current_caller.set(caller)
+
+
+def _caller_of_scope(model_run: GraphRun) -> CallerContext | None:
+    """The caller that another framework around the model names, such as a crew's agent; None if no framework does, or
+    if a node of the graph is closer to the call.
+    """
+    scope = current_scope.get()
+    if scope is None:
+        return None
+    # The scope is the closest if it was entered inside the node that the model runs in.
+    here = _node_scope()
+    node_here = here.scope_id if here else None
+    model_node = _node_of(model_run)
+    if node_here == model_node and model_node in (None, scope.scope_of_finders):
+        return scope.caller()
+    return None
+
+
+def _outputs_in_prompt(runs: _Runs, messages: Any) -> list[str]:
+    """The output ids of the earlier calls whose answers are among the messages of a prompt."""
+    outputs = []
+    for message in messages:
+        if not message.id:
+            continue
+        # LangChain names the message of an answer after the run, unless the provider gives it an id.
+        if message.id.startswith("lc_run--"):
+            outputs.append(message.id[:_MESSAGE_ID])
+        elif message.id in runs.outputs:
+            outputs.append(runs.outputs[message.id])
+    return outputs
 
 
 def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -301,7 +314,9 @@ def _run_here(runs: _Runs, config: Any) -> GraphRun | None:
 
 
 def _node_scope() -> CallerContext | None:
-    """The node around a call that no chat model announces: the plain SDK, or a model called in a tool."""
+    """The caller of a call that no chat model of LangChain announces, such as a call of the plain SDK in a node. None
+    outside of graphs.
+    """
     episode = current_episode.get()
     config = var_child_runnable_config.get()
     if episode is None or not config:

@@ -42,15 +42,21 @@ class GraphRun(msgspec.Struct):
     def chain(
         cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], inputs: Any, middleware: Any = None
     ) -> GraphRun:
-        """The first run in a namespace is a node. Any other is a graph or a runnable of another kind."""
+        """A run of a chain, as LangChain calls nodes, graphs and other runnables.
+
+        A graph runs each node in a namespace of its own, so the first run in a namespace is the node. `inputs` is the
+        input of the run.
+        """
         space = metadata.get(_SPACE) or ""
         agent = metadata.get("lc_agent_name")
         node = metadata.get("langgraph_node")
         if space and parent is None:
-            parent = _from_namespace(space, agent, whole=name != node)
+            # The namespace ends with the node in progress, which is this run itself if the run has the node's name.
+            parent = _from_namespace(space, agent, with_innermost=name != node)
         if space and (parent is None or parent.space != space):
-            return cls(parent, "node", str(node or name), space, agent, None, inputs, middleware)
-        return cls(parent, "chain", name or "", space, agent, None, getattr(parent, "state", None), middleware)
+            return cls(parent, "node", str(node or name), space, agent, state=inputs, middleware=middleware)
+        state = getattr(parent, "state", None)
+        return cls(parent, "chain", name or "", space, agent, state=state, middleware=middleware)
 
     @classmethod
     def tool(
@@ -59,7 +65,8 @@ class GraphRun(msgspec.Struct):
         space = metadata.get(_SPACE) or ""
         agent = metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
-        return cls(parent, "tool", name or "tool", space, agent, None, getattr(parent, "state", None), middleware)
+        state = getattr(parent, "state", None)
+        return cls(parent, "tool", name or "tool", space, agent, state=state, middleware=middleware)
 
     @classmethod
     def model(cls, parent: GraphRun | None, metadata: Mapping[str, Any], middleware: Any = None) -> GraphRun:
@@ -70,9 +77,17 @@ class GraphRun(msgspec.Struct):
         agent = metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
         if space and parent is not None and parent.space != space:
+            # The model is the node: no run of the node has been reported.
             parent = cls(parent, "node", str(metadata.get("langgraph_node") or ""), space, agent)
         return cls(
-            parent, "model", "", space, None, metadata.get("lc_source"), getattr(parent, "state", None), middleware
+            parent,
+            kind="model",
+            name="",
+            space=space,
+            agent=None,
+            source=metadata.get("lc_source"),
+            state=getattr(parent, "state", None),
+            middleware=middleware,
         )
 
 
@@ -97,38 +112,43 @@ def role_and_agent(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
     The role consists of the names around the call from the outside in, joined with `/`; it is `app` without any. The
     agent, with the place in the code that runs it, is returned only if nothing else names the call.
     """
-    names: list[str] = []
-    prebuilt = ""  # the innermost node of a prebuilt agent
-    outermost = run
+    names: list[str] = []  # from the call outwards
+    innermost_prebuilt_node = ""
+    # The part of a prebuilt agent that calls the model. It stands for its middleware, whose name would repeat it.
     source = run.source
-    inner: GraphRun | None = run
-    while inner is not None:
-        if inner.kind == "tool":
-            names.append(inner.name)
-        elif inner.kind == "node":
-            if inner.name in _PREBUILT:
-                prebuilt = prebuilt or inner.name
-            elif inner.name.endswith(_MIDDLEWARE):
+    outermost = run
+    current: GraphRun | None = run
+    while current is not None:
+        outermost = current
+        if current.kind == "tool":
+            names.append(current.name)
+        elif current.kind == "node":
+            if current.name in _PREBUILT:
+                innermost_prebuilt_node = innermost_prebuilt_node or current.name
+            elif current.name.endswith(_MIDDLEWARE):
                 if not names:
                     source = None
-                names.append(inner.name.rpartition(".")[0])
+                names.append(current.name.rpartition(".")[0])
             else:
-                names.append(inner.name)
-            agent = _agent_of_node(inner)
+                names.append(current.name)
+            agent = _agent_of_node(current)
             if agent:
                 names.append(agent)  # the role begins with the innermost named agent
                 break
-        # A middleware is named once, by the outermost run that was started in it.
-        if inner.middleware is not None and inner.middleware is not (inner.parent.middleware if inner.parent else None):
-            names.append(source or inner.middleware.name)
+        # A run inherits the middleware of its parent, so the outermost run with a middleware names it.
+        outer_middleware = current.parent.middleware if current.parent else None
+        if current.middleware is not None and current.middleware is not outer_middleware:
+            names.append(source or current.middleware.name)
             source = None
-        outermost = inner
-        inner = inner.parent
+        current = current.parent
+
     if source:
         names.insert(0, source)
     if names:
         return "/".join(reversed(names)), None
-    return prebuilt or "app", outermost.nameless if prebuilt else None
+    if innermost_prebuilt_node:
+        return innermost_prebuilt_node, outermost.nameless
+    return "app", None
 
 
 def _agent_of_node(node: GraphRun) -> str | None:
@@ -150,7 +170,7 @@ def _agent_of_node(node: GraphRun) -> str | None:
 
 
 def nodes_of(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:
-    """Role and name of each node of a graph, whose run is `run`, and of its subgraphs.
+    """The nodes of a graph and of its subgraphs, each with its role and its name. `run` is the run of the graph.
 
     Nodes of prebuilt agents are left out: they are no parts of the application.
     """
@@ -195,13 +215,18 @@ def router_words(graph: Any) -> Iterator[str]:
 
 
 def _router_texts(constant: Any) -> Iterator[str]:
-    """Short texts among the constants of a code object, also of the functions inside it."""
-    constants = constant.co_consts if isinstance(constant, CodeType) else constant
-    if isinstance(constants, tuple | frozenset):
-        for inner in sorted(constants, key=str):
-            yield from _router_texts(inner)
-    elif isinstance(constant, str) and 1 < len(constant) <= 40:
-        yield constant
+    """Texts of 2 to 40 characters in a constant of Python code: a text, a tuple or set, or the code of a function,
+    whose own constants are searched as well.
+    """
+    if isinstance(constant, str):
+        if 1 < len(constant) <= 40:
+            yield constant
+        return
+    inner_constants = constant.co_consts if isinstance(constant, CodeType) else constant
+    if isinstance(inner_constants, tuple | frozenset):
+        # In a fixed order, as the order of a set changes from process to process.
+        for inner_constant in sorted(inner_constants, key=str):
+            yield from _router_texts(inner_constant)
 
 
 def _nodes(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:
@@ -214,16 +239,19 @@ def _node(run: GraphRun, name: str) -> GraphRun:
     return GraphRun(run, "node", name, f"{run.space}|{name}", None)
 
 
-def _from_namespace(space: str, agent: str | None, whole: bool = True) -> GraphRun | None:
-    """The nodes around a call, read from its namespace. This is for applications that replace LangGraph's callbacks,
-    which otherwise report the runs.
+def _from_namespace(space: str, agent: str | None, with_innermost: bool = True) -> GraphRun | None:
+    """The runs of the nodes around a call, read from its namespace; returns the innermost one, or None without any.
 
-    A namespace is `node:id|node:id`, with numbers for parallel graphs of one node. Without `whole`, the innermost node
-    is left out.
+    This is for applications that replace LangGraph's callbacks, which otherwise report the runs. A namespace is
+    `node:id|node:id`, with numbers for parallel graphs of one node. `with_innermost=False` leaves out its last part.
     """
-    nodes = space.split("|") if space else []
+    parts = space.split("|") if space else []
+    n_parts = len(parts) if with_innermost else len(parts) - 1
     run: GraphRun | None = None
-    for end in range(1, len(nodes) + whole):
-        if not nodes[end - 1].isdigit():
-            run = GraphRun(run, "node", nodes[end - 1].partition(":")[0], "|".join(nodes[:end]), agent)
+    for position, part in enumerate(parts[:n_parts]):
+        if part.isdigit():
+            continue  # the number of a parallel graph, not a node
+        node_name = part.partition(":")[0]
+        node_space = "|".join(parts[: position + 1])
+        run = GraphRun(run, "node", node_name, node_space, agent)
     return run

@@ -37,11 +37,12 @@ class ToolScope(Scope):
 
 
 def install() -> None:
-    """Hook the run loop's models and tools. Raises UnsupportedVersion where a hook is missing."""
+    """Hook the functions that get the model of an agent and run a tool. Raises UnsupportedVersion if one is missing."""
     from agents.run_internal import run_loop, tool_execution
 
     require_hooks(NAME, run_loop, "get_model")
-    invoke = next((name for name in _INVOKE if hasattr(tool_execution, name)), _INVOKE[-1])
+    newer_name, older_name = _INVOKE
+    invoke = newer_name if hasattr(tool_execution, newer_name) else older_name
     require_hooks(NAME, tool_execution, invoke)
     run_loop.get_model = _get_model(run_loop.get_model)
 

@@ -121,17 +121,22 @@ def _candidate_of_choice(index: int, choice: Any) -> Candidate:
     content = message.get("content")
     token_ids = as_list(choice.get("token_ids"))
     listed = choice.get("logprobs") or {}
-    items = as_list(listed.get("content")) if isinstance(listed, dict) else (listed,)
-    logprobs: Any = tuple([item.get("logprob") if isinstance(item, dict) else None for item in items])
+    # An item for each token. A mistyped list becomes the only item, which the recorder refuses.
+    token_items = as_list(listed.get("content")) if isinstance(listed, dict) else (listed,)
+    logprobs: list[Any] = []
+    for item in token_items:
+        logprobs.append(item.get("logprob") if isinstance(item, dict) else None)
+    # Log-probabilities that do not match the tokens one to one cannot be used for training.
+    if token_ids and len(token_ids) != len(logprobs):
+        logprobs = []
     return Candidate(
         index=index,
         text=content if isinstance(content, str) else "",
         message={key: value for key, value in message.items() if value is not None or key == "content"},
         token_ids=token_ids,
-        # Log-probabilities that do not match the tokens one to one cannot be used for training.
-        logprobs=logprobs if not token_ids or len(token_ids) == len(logprobs) else (),
+        logprobs=tuple(logprobs),
         finish_reason=choice.get("finish_reason") or "stop",
-        shown=shown_of(items, token_ids),
+        shown=shown_of(token_items, token_ids),
     )
 
 
@@ -163,8 +168,10 @@ def _stream_parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The parts of a stream for one choice: the role, then the content, then each tool call, then the finish reason."""
     index = choice["index"]
     message = choice["message"]
-    first = {"role": "assistant", "content": "" if message.get("content") is not None else None}
-    yield {"index": index, "delta": first, "finish_reason": None}
+    role_and_empty_content = {"role": "assistant", "content": None}
+    if message.get("content") is not None:
+        role_and_empty_content["content"] = ""
+    yield {"index": index, "delta": role_and_empty_content, "finish_reason": None}
     fields = {
         name: value for name, value in message.items() if name not in ("role", "tool_calls") and value is not None
     }
@@ -198,7 +205,8 @@ class ChatStream:
         for choice_part in event.get("choices") or []:
             index = index_of_part(choice_part, "index")
             empty_choice = {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
-            _add(self._choices.setdefault(index, empty_choice), choice_part)
+            choice = self._choices.setdefault(index, empty_choice)
+            _add_to_choice(choice, choice_part)
         return False
 
     def over(self, *, done: bool) -> bool:
@@ -207,7 +215,7 @@ class ChatStream:
     def holds_answer(self) -> bool:
         return False
 
-    def some(self) -> bool:
+    def has_parts(self) -> bool:
         """Whether the events hold any part of an answer."""
         messages = [choice["message"] for choice in self._choices.values()]
         return any(len(message) > 2 or message["content"] for message in messages)
@@ -215,7 +223,8 @@ class ChatStream:
     def body(self, *, whole: bool) -> dict[str, Any]:
         """The completion. If it is not `whole`, unfinished choices get the finish reason `interrupted`."""
         for choice in self._choices.values():
-            choice["finish_reason"] = choice["finish_reason"] or (None if whole else "interrupted")
+            if not choice["finish_reason"]:
+                choice["finish_reason"] = None if whole else "interrupted"
             tools = choice["message"].get("tool_calls")
             if isinstance(tools, _ToolCalls):
                 choice["message"]["tool_calls"] = tools.in_order()
@@ -248,17 +257,18 @@ def _event_data(lines: list[bytes]) -> list[bytes]:
     return lines
 
 
-def append_text(fields: dict[str, Any], name: str, more: Any) -> None:
-    """Append to a text. Raises TypeError for any other value."""
-    # With one reference left, Python appends in place, so that the time for a stream grows with its length only.
+def append_text(fields: dict[str, Any], name: str, addition: Any) -> None:
+    """Append `addition` to the text in the field `name`. Raises TypeError if it is no text."""
+    # `pop` leaves one reference to the text, so Python appends in place. Otherwise it would copy the whole text for
+    # each part of a stream.
     text = fields.pop(name, None)
     if text is None:
-        text = more
-    elif isinstance(more, str):
-        text += more
+        text = addition
+    elif isinstance(addition, str):
+        text += addition
     fields[name] = text
-    if not isinstance(more, str):
-        raise TypeError(f"{name} is of type {type(more).__name__}")
+    if not isinstance(addition, str):
+        raise TypeError(f"{name} is of type {type(addition).__name__}")
 
 
 def index_of_part(part: Mapping[str, Any], name: str) -> int:
@@ -269,41 +279,43 @@ def index_of_part(part: Mapping[str, Any], name: str) -> int:
     return index
 
 
-def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
+def _add_to_choice(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
     """Add one part of a stream to the choice that it belongs to. Raises TypeError for a mistyped content."""
-    choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+    if part.get("finish_reason"):
+        choice["finish_reason"] = part["finish_reason"]
     if part.get("token_ids"):
         choice.setdefault("token_ids", []).extend(part["token_ids"])
     if part.get("logprobs"):
-        content = choice.setdefault("logprobs", {"content": []})["content"]
-        content.extend(part["logprobs"].get("content") or [])
+        logprobs = choice.setdefault("logprobs", {"content": []})
+        logprobs["content"].extend(part["logprobs"].get("content") or [])
     message = choice["message"]
     for key, value in (part.get("delta") or {}).items():
         if key == "tool_calls":
-            for tool in value or []:
-                message.setdefault("tool_calls", _ToolCalls()).add(tool)
+            for tool_call_part in value or []:
+                tool_calls = message.setdefault("tool_calls", _ToolCalls())
+                tool_calls.add(tool_call_part)
         elif key == "content" and not isinstance(value, str | list | None):
             raise TypeError(f"content is of type {type(value).__name__}")
         elif value is not None and key != "role":
             _join_field(message, key, value)
 
 
-def _join_field(fields: dict[str, Any], key: str, more: Any) -> None:
+def _join_field(fields: dict[str, Any], key: str, addition: Any) -> None:
     """Add a value to a field: append to a text or a list, merge into an object, replace any other value.
 
     Raises TypeError if it would replace a text.
     """
-    so_far = fields.get(key)
-    if so_far and isinstance(so_far, str):
-        append_text(fields, key, more)
-    elif isinstance(so_far, list) and isinstance(more, list):
-        so_far.extend(more)
-    elif isinstance(so_far, dict) and isinstance(more, dict):
-        for name, value in more.items():
+    present_value = fields.get(key)
+    if present_value and isinstance(present_value, str):
+        append_text(fields, key, addition)
+    elif isinstance(present_value, list) and isinstance(addition, list):
+        present_value.extend(addition)
+    elif isinstance(present_value, dict) and isinstance(addition, dict):
+        for name, value in addition.items():
             if value is not None:
-                _join_field(so_far, name, value)
+                _join_field(present_value, name, value)
     else:
-        fields[key] = more
+        fields[key] = addition
 
 
 class _ToolCalls:
@@ -321,23 +333,23 @@ class _ToolCalls:
         self._by_id: dict[tuple[int, Any], dict[str, Any]] = {}
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """Add a piece of a call. Raises ValueError or TypeError for a mistyped one."""
+        """Add a piece of a call, or begin a new call with it. Raises ValueError or TypeError for a mistyped piece."""
         index = index_of_part(part, "index")
         id = part.get("id")
         function = part.get("function") or {}
-        count = self._counts.get(index, 0)
-        last = self._calls.get((index, count - 1))
-        same_id = self._by_id.get((index, id)) if id else None
-        if same_id is not None:
-            call = same_id
-        elif last is not None and not (last["id"] and id and function.get("name")):
-            call = last  # neither a new id with a name, nor the first piece of this index
+        n_calls = self._counts.get(index, 0)
+        newest_call = self._calls.get((index, n_calls - 1))
+        if id and (index, id) in self._by_id:
+            call = self._by_id[index, id]
+        elif newest_call is not None and not (newest_call["id"] and id and function.get("name")):
+            # The piece has no new id together with a name, so it continues the newest call.
+            call = newest_call
         else:
             if len(self._calls) == MOST_PARTS:
                 raise ValueError(f"there are more than {MOST_PARTS} tool calls")
             call = {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
-            self._calls[index, count] = call
-            self._counts[index] = count + 1
+            self._calls[index, n_calls] = call
+            self._counts[index] = n_calls + 1
         if id:
             call["id"] = id
             self._by_id[index, id] = call

@@ -40,7 +40,7 @@ class Stream(Protocol):
         """Whether the last event holds the complete answer, independent of the events before it."""
         ...
 
-    def some(self) -> bool:
+    def has_parts(self) -> bool:
         """Whether the events hold any part of an answer."""
         ...
 
@@ -116,7 +116,8 @@ BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, Recursion
 
 
 def end_with_body(call: LiveCall, form: Form, request_body: Mapping[str, Any], raw: bytes, streamed: bool) -> bool:
-    """End the call with the body `raw`, a stream or JSON; also with a malformed body, or one that reports a failure.
+    """End the call with the body `raw`, a stream or JSON. A malformed body, and one that reports a failure, make the
+    call fail.
 
     Returns False if the body is cut short: the call stays open.
     """
@@ -157,23 +158,27 @@ def body_of_stream(form: Form, raw: bytes) -> dict[str, Any] | None:
     events do not matter. For any other stream the first fault is raised, after all events.
     """
     stream = form.stream()
-    done = ended = False
-    fault: Exception | None = None
+    has_done_mark = False
+    has_last_event = False
+    first_fault: Exception | None = None
     for data in events(raw):
-        if done := data.startswith(b"[DONE]"):
+        if data.startswith(b"[DONE]"):
+            has_done_mark = True
             break
         event = decode_json(data)
         try:
-            ended = stream.take(event)
+            has_last_event = stream.take(event)
         except BROKEN as broken:
-            fault = fault or broken
-        if ended:
+            first_fault = first_fault or broken
+        if has_last_event:
             break
-    if ended and stream.holds_answer():
+    if has_last_event and stream.holds_answer():
         return stream.body(whole=True)
-    if fault is not None:
-        raise fault
-    return stream.body(whole=True) if ended or stream.over(done=done) else None
+    if first_fault is not None:
+        raise first_fault
+    if has_last_event or stream.over(done=has_done_mark):
+        return stream.body(whole=True)
+    return None
 
 
 def part_of(form: Form, raw: bytes, streamed: bool) -> Answer | None:
@@ -181,9 +186,11 @@ def part_of(form: Form, raw: bytes, streamed: bool) -> Answer | None:
     if not streamed:
         return None
     stream = form.stream()
-    for data in events(raw[: raw.rfind(b"\n") + 1]):
+    complete_lines = raw[: raw.rfind(b"\n") + 1]
+    for data in events(complete_lines):
         with contextlib.suppress(ProviderFailed, *BROKEN):
             stream.take(decode_json(data))
     with contextlib.suppress(ProviderFailed, *BROKEN):
-        return form.answer(stream.body(whole=False)) if stream.some() else None
+        if stream.has_parts():
+            return form.answer(stream.body(whole=False))
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -44,30 +44,31 @@ class ProviderFailed(Exception):
 def response_of(call: LiveCall, answer: Answer, request_body: Mapping[str, Any]) -> dict[str, Any]:
     """The Response object of an answer's chosen candidate, under the model name of the request."""
     candidate = answer.candidates[answer.chosen]
-    cut = candidate.finish_reason == "length"
+    is_cut_short = candidate.finish_reason == "length"
     # Clients expect the parameters of their request in the response, or their defaults.
     echoed = {}
     for name, default in _ECHOED.items():
         value = request_body.get(name)
         echoed[name] = default if value is None else value
     prompt_tokens = answer.usage.prompt_tokens
-    written = len(candidate.token_ids) or answer.usage.completion_tokens
+    # A provider's answer may have no token ids.
+    output_tokens = len(candidate.token_ids) or answer.usage.completion_tokens
     response = {
         "id": f"resp_{call.id}",
         "object": "response",
         "created_at": int(time.time()),
-        "status": "incomplete" if cut else "completed",
+        "status": "incomplete" if is_cut_short else "completed",
         "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut_short else None,
         **echoed,
         "model": call.model,
         "output": _output_items(call, candidate, request_body),
         "usage": {
             "input_tokens": prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": written,
+            "output_tokens": output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt_tokens + written,
+            "total_tokens": prompt_tokens + output_tokens,
         },
     }
     if request_body.get("return_token_ids"):
@@ -211,14 +212,15 @@ def to_events(response: Mapping[str, Any], request_body: Mapping[str, Any]) -> b
 
 
 def _text_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events of a message item: one text per part."""
+    """The events for the content of a message item. Each part is a text, sent in one piece."""
     for index, part in enumerate(item["content"]):
-        place = {"content_index": index}
+        index_field = {"content_index": index}
         logprobs = part.get("logprobs") or []
-        yield "response.content_part.added", {**place, "part": {**part, "text": "", "logprobs": []}}
-        yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": logprobs}
-        yield "response.output_text.done", {**place, "text": part["text"], "logprobs": logprobs}
-        yield "response.content_part.done", {**place, "part": part}
+        empty_part = {**part, "text": "", "logprobs": []}
+        yield "response.content_part.added", {**index_field, "part": empty_part}
+        yield "response.output_text.delta", {**index_field, "delta": part["text"], "logprobs": logprobs}
+        yield "response.output_text.done", {**index_field, "text": part["text"], "logprobs": logprobs}
+        yield "response.content_part.done", {**index_field, "part": part}
 
 
 def _arguments_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -227,13 +229,14 @@ def _arguments_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, 
 
 
 def _reasoning_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events of a reasoning item: one text per part of its summary."""
+    """The events for the summary of a reasoning item. Each part is a text, sent in one piece."""
     for index, part in enumerate(item["summary"]):
-        place = {"summary_index": index}
-        yield "response.reasoning_summary_part.added", {**place, "part": {**part, "text": ""}}
-        yield "response.reasoning_summary_text.delta", {**place, "delta": part["text"]}
-        yield "response.reasoning_summary_text.done", {**place, "text": part["text"]}
-        yield "response.reasoning_summary_part.done", {**place, "part": part}
+        index_field = {"summary_index": index}
+        empty_part = {**part, "text": ""}
+        yield "response.reasoning_summary_part.added", {**index_field, "part": empty_part}
+        yield "response.reasoning_summary_text.delta", {**index_field, "delta": part["text"]}
+        yield "response.reasoning_summary_text.done", {**index_field, "text": part["text"]}
+        yield "response.reasoning_summary_part.done", {**index_field, "part": part}
 
 
 _CONTENT_EVENTS = {"message": _text_events, "function_call": _arguments_events, "reasoning": _reasoning_events}
@@ -270,12 +273,11 @@ class ResponseStream:
             self._items[index] = dict(event["item"])
             if kind == "response.output_item.done":
                 self._done.add(index)
-        elif kind in _GROWS:
-            item_type, add = _GROWS[kind]
+        elif kind in _ITEM_OF_EVENT:
             index = index_of_part(event, "output_index")
             # Some servers leave out the events that announce an item or a part of it, and clients accept that.
-            item = self._items.setdefault(index, {"type": item_type, "role": "assistant"})
-            add(item, event)
+            item = self._items.setdefault(index, {"type": _ITEM_OF_EVENT[kind], "role": "assistant"})
+            _add_to_item(item, event)
         return self._response is not None
 
     def over(self, *, done: bool) -> bool:
@@ -284,7 +286,7 @@ class ResponseStream:
     def holds_answer(self) -> bool:
         return self._response is not None
 
-    def some(self) -> bool:
+    def has_parts(self) -> bool:
         """Whether the events hold any part of an answer."""
         return any(item.get("content") or item.get("arguments") or item.get("summary") for item in self._items.values())
 
@@ -311,26 +313,26 @@ def _part(item: dict[str, Any], field: str, event: Mapping[str, Any]) -> dict[st
     return parts[index]
 
 
-def _grow_content(item: dict[str, Any], event: Mapping[str, Any]) -> None:
-    append_text(_part(item, "content", event), "text", event["delta"])
-
-
-def _grow_summary(item: dict[str, Any], event: Mapping[str, Any]) -> None:
-    append_text(_part(item, "summary", event), "text", event["delta"])
-
-
-def _grow_arguments(item: dict[str, Any], event: Mapping[str, Any]) -> None:
-    append_text(item, "arguments", event["delta"])
-
-
-_GROWS: dict[str, tuple[str, Callable[[dict[str, Any], Mapping[str, Any]], None]]] = {
-    "response.content_part.added": ("message", lambda item, event: _part(item, "content", event).update(event["part"])),
-    "response.reasoning_summary_part.added": (
-        "reasoning",
-        lambda item, event: _part(item, "summary", event).update(event["part"]),
-    ),
-    "response.output_text.delta": ("message", _grow_content),
-    "response.reasoning_summary_text.delta": ("reasoning", _grow_summary),
-    "response.function_call_arguments.delta": ("function_call", _grow_arguments),
+_ITEM_OF_EVENT = {
+    "response.content_part.added": "message",
+    "response.output_text.delta": "message",
+    "response.reasoning_summary_part.added": "reasoning",
+    "response.reasoning_summary_text.delta": "reasoning",
+    "response.function_call_arguments.delta": "function_call",
 }
-"""Type of an event -> the type of its item, and the function that adds it to the item."""
+"""Type of an event that adds to an item -> the type of the item."""
+
+
+def _add_to_item(item: dict[str, Any], event: Mapping[str, Any]) -> None:
+    """Add an event to its item: a new part, or the next piece of a text or of a function's arguments."""
+    match event["type"]:
+        case "response.content_part.added":
+            _part(item, "content", event).update(event["part"])
+        case "response.output_text.delta":
+            append_text(_part(item, "content", event), "text", event["delta"])
+        case "response.reasoning_summary_part.added":
+            _part(item, "summary", event).update(event["part"])
+        case "response.reasoning_summary_text.delta":
+            append_text(_part(item, "summary", event), "text", event["delta"])
+        case "response.function_call_arguments.delta":
+            append_text(item, "arguments", event["delta"])

@@ -34,7 +34,10 @@ _FORGOTTEN = (
 
 
 class Conversation(NamedTuple):
-    """The messages up to and including a response. It is not `whole` if it continues an unknown response."""
+    """The messages up to and including a response.
+
+    It is not `whole` if it refers to a response or an item that is unknown, so that messages are missing.
+    """
 
     messages: tuple[dict[str, Any], ...] = ()
     whole: bool = True
@@ -52,15 +55,19 @@ class EarlierResponses:
     def keep(self, call: LiveCall, request_body: Mapping[str, Any], response: Mapping[str, Any]) -> None:
         """Remember the response to a call, as later requests may name it instead of repeating its conversation.
 
-        Instructions apply to one request only, so they are left out. Warns of responses that are forgotten to make
-        room, and of a call that refers to an unknown response: its recorded prompt has no beginning.
+        Warns of responses that are forgotten to make room, and of a call that refers to an unknown response: its
+        recorded prompt has no beginning.
         """
-        is_complete = self.before(request_body).whole and not any(m.get("type") == _REFERENCE for m in call.messages)
+        has_unknown_items = any(message.get("type") == _REFERENCE for message in call.messages)
+        is_complete = self.before(request_body).whole and not has_unknown_items
         if not is_complete:
             call.episode.warn("cut_conversation", _CUT_CONVERSATION)
         output, _ = well_formed_items(response.get("output") or ())
-        history = call.messages[1:] if request_body.get("instructions") else call.messages
-        messages = (*history, *messages_of(output))
+        prompt = call.messages
+        if request_body.get("instructions"):
+            # They are the first message, and apply to this request only.
+            prompt = prompt[1:]
+        messages = (*prompt, *messages_of(output))
         conversation = Conversation(messages, is_complete)
         forgotten = self._cache.put(("response", str(response.get("id"))), conversation, bytes_of(messages))
         for item in output:
@@ -95,9 +102,11 @@ def read(request_body: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[st
     serve everything. Raises ValueError for an input that is neither text nor a list of items.
     """
     earlier = earlier_in(episode)
-    messages = [{"role": "system", "content": request_body["instructions"]}] if request_body.get("instructions") else []
-    before = earlier.before(request_body)
-    messages += before.messages
+    messages: list[dict[str, Any]] = []
+    if request_body.get("instructions"):
+        messages.append({"role": "system", "content": request_body["instructions"]})
+    conversation = earlier.before(request_body)
+    messages += conversation.messages
     messages += messages_of(_input_items(request_body), earlier)
     body = {**_chat_params(request_body), "messages": messages, "api": "responses"}
     if request_body.get("tools"):
@@ -105,7 +114,7 @@ def read(request_body: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[st
     if isinstance(request_body.get("tool_choice"), Mapping):
         body["tool_choice"] = _chat_tool(request_body["tool_choice"])
     reasons = [reason for field, reason in _PROVIDER_ONLY.items() if request_body.get(field)]
-    if not before.whole:
+    if not conversation.whole:
         name = request_body["previous_response_id"]
         reasons.append(f"the response {name!r}, which was not made in this episode, or goes on from what is not known")
     reasons += hosted_tools(body)
@@ -119,18 +128,24 @@ def rewrite(request_body: Mapping[str, Any], replace_text: ReplaceText) -> Mappi
     """A request with its edited prompts; the same object if nothing changes."""
     changed: dict[str, Any] = {}
     for name, role in (("instructions", "system"), ("input", "user")):
-        if isinstance(value := request_body.get(name), str):
+        value = request_body.get(name)
+        if isinstance(value, str):
             message = {"role": role, "content": value}
-            if (new := map_message(message, replace_text)) is not message:
-                changed[name] = new["content"]
+            edited_message = map_message(message, replace_text)
+            if edited_message is not message:
+                changed[name] = edited_message["content"]
     for name, map_item in (("input", map_message), ("tools", map_tool)):
-        if isinstance(value := request_body.get(name), list):
-            edited = map_list(value, partial(map_item, replace_text=replace_text))
-            if edited is not value:
-                changed[name] = edited
-    text = request_body.get("text")
-    if isinstance(text, Mapping) and (form := map_format(text.get("format"), replace_text)) is not text.get("format"):
-        changed["text"] = {**text, "format": form}
+        value = request_body.get(name)
+        if isinstance(value, list):
+            edited_list = map_list(value, partial(map_item, replace_text=replace_text))
+            if edited_list is not value:
+                changed[name] = edited_list
+    text_options = request_body.get("text")
+    if isinstance(text_options, Mapping):
+        text_format = text_options.get("format")
+        edited_format = map_format(text_format, replace_text)
+        if edited_format is not text_format:
+            changed["text"] = {**text_options, "format": edited_format}
     return {**request_body, **changed} if changed else request_body
 
 
@@ -163,7 +178,7 @@ def messages_of(items: Iterable[Mapping[str, Any]], earlier: EarlierResponses | 
             if turn is None or _ends_turn(turn, kind):
                 turn = {"role": "assistant", "content": None}
                 messages.append(turn)
-            _add(turn, kind, item)
+            _add_to_turn(turn, kind, item)
         else:
             turn = None
             messages.append(_message(kind, item))
@@ -209,7 +224,7 @@ def _ends_turn(turn: Mapping[str, Any], kind: str) -> bool:
     return bool(turn.get("tool_calls")) or turn["content"] is not None
 
 
-def _add(turn: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
+def _add_to_turn(turn: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
     """Add an item to the assistant message `turn`: a function call, reasoning, or a text with its refusals."""
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -222,9 +237,10 @@ def _add(turn: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
     else:
         parts = item.get("content")
         turn["content"] = text_of(parts)
-        refusals = [part["refusal"] for part in parts if part.get("refusal")] if isinstance(parts, list) else []
-        if refusals:
-            turn["refusal"] = "".join(refusals)
+        if isinstance(parts, list):
+            refusals = [part["refusal"] for part in parts if part.get("refusal")]
+            if refusals:
+                turn["refusal"] = "".join(refusals)
 
 
 def _message(kind: str, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +264,7 @@ def _chat_content(parts: Any) -> Any:
 def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
     """A part of an input or output item of the Responses API in the form of chat requests.
 
-    A part without a counterpart there is kept, and the request is then one that only a provider can serve.
+    A part that has no form in chat requests is returned unchanged. Only a provider can serve a request with this part.
     """
     kind = part.get("type")
     if kind in ("input_text", "output_text"):

@@ -55,12 +55,13 @@ def install() -> None:
     """Hook both client classes. Raises UnsupportedVersion if this version of openai lacks a method."""
     from openai import _base_client as base
 
-    hooks = (("request", _wrap_request, _request_async), ("_send_request", _send, _send_async))
+    # Both classes are checked before one is changed.
     for client in (base.SyncAPIClient, base.AsyncAPIClient):
         require_hooks("openai", client, "request", "_send_request")
-    for name, sync, asynchronous in hooks:
-        replace_method(base.SyncAPIClient, name, sync)
-        replace_method(base.AsyncAPIClient, name, asynchronous)
+    replace_method(base.SyncAPIClient, "request", _wrap_request)
+    replace_method(base.SyncAPIClient, "_send_request", _send)
+    replace_method(base.AsyncAPIClient, "request", _request_async)
+    replace_method(base.AsyncAPIClient, "_send_request", _send_async)
 
 
 @dataclass(eq=False, slots=True)
@@ -120,7 +121,7 @@ class _Exchange:
             return response
         settle = functools.partial(self.settle, response.headers)
         if response.is_stream_consumed:
-            settle(response.content, None, True)
+            settle(response.content, error=None, ended=True)
         else:
             package = package_of(response)
             response.stream = stream = _tee_class(package)(package, response, settle)
@@ -128,8 +129,11 @@ class _Exchange:
         return response
 
     def settle(self, headers: Any, raw: bytes, error: BaseException | None, ended: bool) -> None:
-        """End the call with the decoded body. `error` is the error that interrupted its stream; `ended` tells a stream
-        that was read to its end from one that the application stopped reading."""
+        """End the call with `raw`, the decoded body of the provider's answer.
+
+        `error` is the error that interrupted the stream, if any. `ended` is True if the stream was read to its end, and
+        False if the application stopped reading it.
+        """
         call = self.call
         form = self.form
         streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
@@ -252,9 +256,10 @@ def _send_async(original: Any) -> Any:
 
 
 def _exchange_of(request: Any) -> _Exchange | Any | None:
-    """The exchange of a request, with its call. The call is new, or a model class has opened it, or it is retried.
+    """Find or begin the exchange of a request: the request with all its retries, which are one call of the episode.
 
-    None lets the request pass unrecorded, which is counted. Any other object is a response that refuses the request.
+    Returns None if the request is sent without being recorded, which counts a warning. Any object that is not an
+    `_Exchange` is a response of httpx: it answers the request, mostly with an error, and nothing is sent.
     """
     episode = current_episode.get()
     if episode is None:
@@ -265,6 +270,7 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
         if episode.fixed_embeddings and request.method == "POST" and request.url.path.endswith("/embeddings"):
             return _make_response(request, 200, "application/json", fixed_embeddings(request.content), "cotune")
         return None
+    # Requests that do not come from the SDK's `request` have no open exchange, and are not retried.
     exchange = _exchange.get() or _Exchange(retried=False)
     if exchange.call is not None:
         # The SDK tries the request again.
@@ -290,23 +296,24 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
 
 
 def _begin_call(exchange: _Exchange, episode: LiveEpisode, form: Form, content: bytes) -> None:
-    """Begin the call of a request, or use the call that a model class has opened for it.
+    """Begin the call of a request, or use the call that a model class has opened for it, and store it in `exchange`.
 
     Raises RecordError if the episode has ended, and one of `UNREADABLE` for a body that is no request of this form.
     """
     request_body = msgspec.json.decode(content)
     if not isinstance(request_body, dict):
         raise ValueError("the body is not a JSON object")
-    body, unsupported_reason = form.read(request_body, episode)
+    chat_body, unsupported_reason = form.read(request_body, episode)
     call = opened_call.get()
     if call is None or call.on_wire or call.ended:
-        unedited_body = undo_edits(call, body)
+        # No model class has opened a call, or its call has a request already: this request is another call.
+        unedited_body = undo_edits(call, chat_body)
         call = episode.start(identify(), unedited_body)
         # If a model class has edited the prompts already, they must not be edited twice.
-        exchange.edits = call.rewritten is not None and unedited_body is body
+        exchange.edits = call.rewritten is not None and unedited_body is chat_body
     elif call.rewritten is None:
-        # The request has what the model class did not know, such as parameters of its client.
-        call.read(body)
+        # The request also has parameters that the model class did not know, such as those of its client.
+        call.read(chat_body)
     call.on_wire = True
     call.unsupported_reason = unsupported_reason
     exchange.call = call
@@ -362,18 +369,18 @@ class _Tee:
     """Wraps the stream of a response. The application gets each chunk at once, the recorder all of them at the end."""
 
     def __init__(
-        self, package: Any, response: Any, settle: Callable[[bytes, BaseException | None, bool], None]
+        self, package: Any, response: Any, end_call: Callable[[bytes, BaseException | None, bool], None]
     ) -> None:
         """Pass on the body of a response and keep a copy, from which the answer is recorded at its end.
 
         Args:
             package: httpx, or a package with the same classes.
-            settle: called once with the copy, the error that interrupted it, and whether it was read to its end.
+            end_call: called once with the copy, the error that interrupted it, and whether it was read to its end.
         """
         self._inner = response.stream
         self._encoding = response.headers.get("content-encoding")
         self._package = package
-        self._settle = settle
+        self._end_call = end_call
         self._chunks: list[bytes] = []
         self._settled = False
         self._ended = False
@@ -395,8 +402,8 @@ class _Tee:
         """Note how reading the stream ends: with an error, at its end, or because the application stopped."""
         try:
             yield
-        # The application stopped reading: not an error of the stream. `close` settles the call.
         except GeneratorExit:
+            # The application stopped reading, which is no error of the stream. `close` ends the call.
             raise
         except BaseException as error:
             self.settle(error)
@@ -412,7 +419,7 @@ class _Tee:
         await self._inner.aclose()
 
     def settle(self, error: BaseException | None) -> None:
-        """End the record with the chunks that were read; only the first call counts."""
+        """End the recorded call with the chunks that were read. Only the first use of this method has an effect."""
         if self._settled:
             return
         self._settled = True
@@ -421,10 +428,10 @@ class _Tee:
             headers = {"content-encoding": self._encoding}
             try:
                 body = self._package.Response(200, headers=headers, content=body).content
-            except self._package.DecodingError as undecodable:
-                self._settle(b"", error or undecodable, self._ended)
-                return
-        self._settle(body, error, self._ended)
+            except self._package.DecodingError as decoding_error:
+                body = b""
+                error = error or decoding_error
+        self._end_call(body, error, self._ended)
 
 
 @functools.cache

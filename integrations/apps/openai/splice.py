@@ -40,43 +40,48 @@ def replace_values(raw: bytes, old: Any, new: Any) -> bytes:
 
 
 def _changed_values(old: Any, new: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Path and value of the outermost values of `new` that differ from `old`."""
+    """Find the values of `new` that differ from `old`. Yields the path and the value of each.
+
+    Objects with the same keys, and lists of the same length, are compared item by item. Other values count as a whole.
+    """
     if new is old:
         return
     if isinstance(old, Mapping) and isinstance(new, Mapping) and old.keys() == new.keys():
         for name, value in old.items():
             yield from _changed_values(value, new[name], (*path, name))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for number, (was, now) in enumerate(zip(old, new, strict=True)):
-            yield from _changed_values(was, now, (*path, number))
+        for index, (old_item, new_item) in enumerate(zip(old, new, strict=True)):
+            yield from _changed_values(old_item, new_item, (*path, index))
     elif new != old:
         yield path, new
 
 
 def _value_spans(raw: bytes) -> Iterator[tuple[Path, int, int]]:
-    """Each value of a JSON text: its path, its first byte, and the byte after its last one."""
-    path: list[str | int] = []
-    starts: list[int] = []
-    named = False
-    """Whether the next token is a key."""
+    """Find each value of a JSON text. Yields its path, the position of its first byte, and the position after its last
+    byte.
+    """
+    path: list[str | int] = []  # a key for each open object, an index for each open list
+    starts: list[int] = []  # the positions of the open objects and lists
+    expects_key = False
     for token in _TOKEN.finditer(raw):
-        first = raw[token.start()]
-        if first in _OPEN:
+        first_byte = raw[token.start()]
+        if first_byte in _OPEN:
             starts.append(token.start())
-            named = first == _OBJECT
-            path.append("" if named else 0)
-        elif first in _CLOSE:
+            expects_key = first_byte == _OBJECT
+            path.append("" if expects_key else 0)
+        elif first_byte in _CLOSE:
             path.pop()
-            named = False
+            expects_key = False
             yield tuple(path), starts.pop(), token.end()
-        elif first == _COMMA:
-            number = path[-1]
-            if isinstance(number, int):
-                path[-1] = number + 1
+        elif first_byte == _COMMA:
+            key_or_index = path[-1]
+            if isinstance(key_or_index, int):
+                path[-1] = key_or_index + 1
             else:
-                named = True
-        elif named:
+                expects_key = True
+        elif expects_key:
             path[-1] = msgspec.json.decode(token.group())
-            named = False
-        elif first != _COLON:
+            expects_key = False
+        elif first_byte != _COLON:
+            # A text, a number, or one of true, false and null.
             yield tuple(path), token.start(), token.end()

@@ -85,14 +85,15 @@ def build_app(
 
 
 def _endpoint(viewer: Viewer, page: Page) -> Any:
+    """The function that answers requests for a page. Starlette runs it in a thread, unless it is asynchronous."""
     if inspect.iscoroutinefunction(page.answer):
         return functools.partial(page.answer, viewer)
-    return functools.partial(_answer, viewer, page)
 
+    def answer(request: Request) -> Any:
+        request.state.tab = page.tab
+        return page.answer(viewer, request)
 
-def _answer(viewer: Viewer, page: Page, request: Request) -> Any:
-    request.state.tab = page.tab
-    return page.answer(viewer, request)
+    return answer
 
 
 def _static(request: Request) -> Response:
