@@ -125,9 +125,9 @@ class Outcomes:
 def estimate(values: Sequence[float], scale: float = 1.0) -> Estimate:
     """The mean of one value per task, with Student's t intervals under a prior on the spread.
 
-    With n values, SS the sum of their squared deviations, 3 prior observations and a prior spread s of 0.2 times
-    `scale`, the variance is (3 s**2 + SS) / (n + 2), with n + 2 degrees of freedom. `scale` is the span of outcomes.
-    Needs at least one value.
+    The variance is (3 s**2 + SS) / (n + 2), with n + 2 degrees of freedom, for n values whose squared deviations have
+    the sum SS. The prior is 3 observations with a spread s of 0.2 times `scale`, the span of outcomes. Needs at least
+    one value.
     """
     n = len(values)
     mean = fmean(values)

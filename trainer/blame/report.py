@@ -98,8 +98,8 @@ def _head(blame: Blame) -> str:
 
 
 def _role_table(blame: Blame) -> Grid:
-    """A row per role with its effect on the outcome, on time and (with prices) on money; and a row for the noise of the
-    scorer, if outcomes changed when runs were scored twice."""
+    """A table with a row per role: its effect on the outcome, on time and, if there are prices, on money. A last row
+    has the noise of the scorer, if outcomes changed when runs were scored twice."""
     effect_columns = ["change>"] if blame.removes else ["costs>", "alone>", "last>"]
     table = grid("role", "calls>", *effect_columns, "seconds>", "money>")
     for role in blame.roles:

@@ -96,8 +96,8 @@ def failed_tasks(store: Store) -> tuple[dict[str, Episode], int]:
 def is_unchanged_run(episode: Episode) -> bool:
     """Whether an episode is a run of the application as it is, from the first call to the last.
 
-    This leaves out episodes that repeat another episode, with edited prompts or a swapped role, evaluations of other
-    models than the application's own, and episodes that only check the application or judge other episodes.
+    An episode is not if it repeats another one, has edited prompts or a swapped role, or evaluates another model than
+    the application's own. Episodes that only check the application or judge other episodes are not, either.
     """
     if episode.fork is not None or episode.prompts:
         return False

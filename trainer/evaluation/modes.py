@@ -173,10 +173,10 @@ def temperature_of(modes: Collection[str], requested: Temperature | None) -> Tem
 
 
 def swap(roles: Mapping[str, PolicyRef], trained: Collection[str]) -> dict[str, PolicyRef] | None:
-    """Let the roles of each trained policy be played by the next trained policy, in the order of roles, and the roles
-    of the last one by the first. None with fewer than two trained policies.
+    """Return who plays each role if the trained policies are swapped in a circle; None with fewer than two of them.
 
-    `trained` are names of policies. Roles that other policies play do not change.
+    Each trained policy gives its roles to the next one, in the order of roles, and the last one to the first. `trained`
+    are the names of these policies. Roles that other policies play do not change.
     """
     policies = list(dict.fromkeys(ref for ref in roles.values() if ref.name in trained))
     if len(policies) < 2:

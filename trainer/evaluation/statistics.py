@@ -32,9 +32,10 @@ def mean(
 ) -> Interval | None:
     """Return the mean with its Student's t interval of this level. A single value has no interval; no values give None.
 
-    With `bounds`, the interval stays within them, and half an observation is added at each bound: a few equal values
-    do not determine the mean exactly (Agresti and Min 2005, Statistics in Medicine 24, 729-740, who add a half to each
-    cell of a table). `least` only cuts the interval. It is for quantities that are never negative, for example seconds.
+    With `bounds`, the interval stays within them, and half an observation is added at each bound. Otherwise a few equal
+    values would seem to determine the mean exactly. Agresti and Min (2005, Statistics in Medicine 24, 729-740) add a
+    half to each cell of a table in the same way. `least` only cuts the interval. It is for quantities that are never
+    negative, for example seconds.
     """
     n = len(values)
     if n == 0:
@@ -63,10 +64,10 @@ def mean(
 def mean_reward(rewards: Sequence[float], bounds: tuple[float, float] | None = None) -> Interval | None:
     """Return the mean of rewards with an interval over tasks, inside the `bounds` of the reward if they are known.
 
-    Rewards from 0 to 1 are treated as shares, unless their bounds are wider: the interval is Wilson's if all are 0 or
-    1, else the one of `mean` with the bounds 0 and 1. For other rewards, two intervals are joined: without bounds, and
-    with the observed range (including 0) as bounds. Declared bounds wider than 0 to 1 only cut the interval: half an
-    observation at each end would describe the bounds more than the rewards.
+    Rewards from 0 to 1 are treated as shares, unless their bounds are wider. If all are 0 or 1, the interval is
+    Wilson's, else it is the one of `mean` with the bounds 0 and 1. For other rewards, two intervals are joined: without
+    bounds, and with the observed range (including 0) as bounds. Declared bounds wider than 0 to 1 only cut the
+    interval, because half an observation at each end would describe the bounds more than the rewards.
     """
     if not rewards:
         return None

@@ -97,8 +97,8 @@ def logit_gradients(slope: Tensor, logprob: Tensor, temperature: Tensor) -> Tens
 def kept_by_mask(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
     """Return which tokens the recipe's mask keeps, [N]. `mismatch` [N] is log pi_old - log pi_sampler of each token.
 
-    A token is kept if the exp of a mismatch is within the bounds: the token's own mismatch (mask "token"), the sum over
-    its row ("sequence"), or the mean over its row ("geometric").
+    A token is kept if the exp of a mismatch is within the bounds. For the mask "token" this is the token's own
+    mismatch, for "sequence" the sum over its row, and for "geometric" the mean over its row.
     """
     log_quotient = mismatch
     if spec.mask == "sequence":

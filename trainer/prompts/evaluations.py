@@ -238,8 +238,8 @@ class Evaluations:
         self.errors.setdefault(name, str(error))
 
     def _replay_of_parent(self, prompts: Prompts, task: Task, phase: str, parent: Prompts) -> Replay | None:
-        """Return the replay with which a candidate repeats its parent's episode up to the first call of a changed role;
-        None if the episode cannot be repeated, or if no call would be saved."""
+        """Return the replay with which a candidate repeats its parent's episode up to the first call of a changed role.
+        The calls before it need no model. None if the episode cannot be repeated, or if no call would be saved."""
         parent_result = self.result_of(parent, task.id, phase)
         if parent_result is None:
             return None

@@ -78,8 +78,9 @@ async def compare_held_out(
 def compare_results(before: Sequence[TaskResult], after: Sequence[TaskResult], *, asked: int = 1) -> HeldOut | None:
     """Compare the results of two prompts on the same tasks; None if no outcome is known.
 
-    A failed episode counts with the lowest outcome of both, at most 0. A task is left out if an episode on it did not
-    fail and has no outcome, for example because the judge did not answer: this says nothing about the prompts.
+    A failed episode counts with the lowest outcome of both, at most 0. An episode that did not fail may still have no
+    outcome, for example because the judge did not answer. This says nothing about the prompts, so its task is left out.
+    `asked` is the number of candidates that were compared on these tasks.
     """
     results = [*before, *after]
     outcomes = [result.outcome for result in results if result.outcome is not None]

@@ -150,8 +150,8 @@ class PromptProblem:
             self.ended = error
 
     def stop(self) -> bool:
-        """Count a round, and return whether the search ends before it: it was stopped, an error or the limit of rounds
-        has ended it, or too many rounds in a row made no new run."""
+        """Count a round, and return whether the search ends before it. It ends if it was stopped, after an error, at
+        the limit of rounds, or if too many rounds in a row made no new run."""
         self.rounds += 1
         self._idle_rounds += 1
         if self._new_in_round:

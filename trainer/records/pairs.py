@@ -69,8 +69,8 @@ def read_pairs(
     Answers are compared if role, task and prompt are the same: candidates of a tree, forks of a replay, or first turns
     of several episodes. Equal answers count once, with the mean of their rewards.
 
-    An answer's reward is the sum of its own rewards. If no answer to its prompt has rewards, it is the value of the
-    answer in the tree of the episodes that share it (`answer_values`), or else the outcome of its episode
+    An answer's reward is the sum of its own rewards. If no answer to its prompt has rewards, two substitutes are tried:
+    the value of the answer in the tree of the episodes that share it (`answer_values`), then the outcome of its episode
     (`outcome_values`, with `on_failure`). With `labels`, these scores of candidates are the only rewards.
 
     Raises RecordError if there is no pair.

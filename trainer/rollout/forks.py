@@ -78,7 +78,7 @@ def effects_before(run: RolloutRun, step: int) -> dict[Place, float]:
     and the rule of forks is `decisive`.
 
     The outcome of a branch is the reward of its episode for the role of the fork, by the weights of its policy's
-    recipe: in a game the roles have different rewards, whose plain sum may always be 0.
+    recipe. The plain sum of rewards would not do: in a game it may always be 0.
 
     The outcomes of the branches of a fork differ because of the answers at the fork, and because of everything after
     them. So the effect of a place is its spread less the spread at the next place. The spread is the variance of the

@@ -261,8 +261,8 @@ def _divide_gpus(config: TrainConfig, resources: Resources) -> ClusterConfig:
 
 
 def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
-    """Return the reason why a run whose configuration does not ask for Ray does not use it on a machine with several
-    GPUs; an empty text if the run uses it."""
+    """Return the reason why a run does not use Ray on a machine with several GPUs; an empty text if it uses Ray. The
+    configuration leaves the choice open."""
     if config.cluster.address == NO_RAY:
         return "cluster.address is none"
     if engine_name(config.engine) not in (AUTO, "vllm", SERVER) and not config.from_records:

@@ -257,7 +257,7 @@ def noise_of_loss(loss: LossSpec, rows: Sequence[TrainRow], before: Logprobs, af
     they are at most `MOST_NOISE` of all.
 
     `before` and `after` have the log-probabilities of each row's response tokens, computed by the same weights in
-    different passes: in low precision each pass rounds differently, like the passes before and after an optimizer step.
+    different passes. In low precision each pass rounds differently, like the passes before and after an optimizer step.
     The clip compares the two. The mask compares `before` with the log-probabilities of the sampler.
     """
     old = torch.from_numpy(np.concatenate(before)).float()  # [N], as all tensors here

@@ -89,9 +89,9 @@ class Refill:
         self._add_groups(signals)
 
     def figures(self, role: str) -> dict[str, float]:
-        """Return the number of groups of a role in the episodes of the refill (drawn), how many of them are useful,
-        because their rewards differ (kept), or not (wasted), and how many useful groups the step still lacks (missing).
-        """
+        """Return counts of a role's groups. `refill_drawn` counts the groups in the episodes of the refill. Those with
+        different rewards are useful (`refill_kept`), the others not (`refill_wasted`). `refill_missing` is the number
+        of useful groups that the step still lacks."""
         groups = [signal for signal in self._groups(role) if signal.episodes & self._new_episodes]
         useful = sum(signal.spread for signal in groups)
         return {

@@ -32,8 +32,8 @@ PLACEHOLDER = re.compile(r"\s*(?:\.\.\.|…|<.*>|\[.*\]|\{.*\})?\s*|.*\.\.\.", r
 
 
 def shown_json(text: str, draw: Draw) -> str | None:
-    """Return JSON in the form that a prompt asks for: by a schema or an example that it shows, or by the keys that a
-    sentence lists; None if the prompt does not ask for JSON or does not describe it."""
+    """Return JSON in the form that a prompt asks for; None if the prompt does not ask for JSON or does not describe it.
+    The prompt describes it by a schema or an example, or by a sentence that lists the keys."""
     if "json" not in text.lower() and '"properties"' not in text:
         return None
     # 1. Examples, also after their descriptions and comments are made into JSON. The largest one is the last.
@@ -135,8 +135,10 @@ def shown_form(prompt: str) -> str | None:
 
 
 def fill_placeholder(label: str, placeholder: str) -> str:
-    """A text to write behind a label, from the placeholder that a prompt shows there: the upper bound of a range, the
-    first of several options, 1 for a number, an example as it is, else a text that is typical for the label.
+    """A text to write behind a label, in place of the placeholder that a prompt shows there.
+
+    It is the upper bound of a range, the first of several options, 1 for a number, or an example as it is. For any
+    other placeholder, it is a text that is typical for the label.
     """
     if bounds := re.search(r"(\d+) *(?:-|–|to|\.\.) *(\d+)", placeholder):
         return bounds[2]

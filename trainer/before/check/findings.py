@@ -263,11 +263,11 @@ def role_findings(roles: Sequence[RoleCheck], idle: Sequence[IdleCheck], workflo
 def request_findings(
     bases: Mapping[str, CheckedBase | None], calls: Sequence[CallRecord], store: Store
 ) -> tuple[Mapping[str, int], Iterable[Finding]]:
-    """Count the tokens of each call's prompt in the chat template of its role's base, and find calls that training
-    would refuse.
+    """Count the tokens of each call's prompt in the chat template of its role's base model, and find calls that
+    training would refuse. Returns the counts, by the id of the call, and the findings.
 
-    Training refuses a call if the template cannot render it, if its prompt is too long for the base, if no policy can
-    read its content, or if no sampler can enforce the form of its reply (such as a JSON schema).
+    Training refuses a call that the template cannot render, or whose prompt is too long for the base model. It also
+    refuses content that no policy can read, and a form of the reply, such as a JSON schema, that no sampler enforces.
     """
     tokens: dict[str, int] = {}
     # By role and cause, so that a role has each finding once.

@@ -98,8 +98,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(report: CheckReport) -> Group:
-    """The report of `cotune check` for a terminal: a table of roles, of the calls of one run, and of the groups that a
-    step would have; then rewards, findings (the worst first) and the verdict.
+    """The report of `cotune check` for a terminal. It has tables of the roles, of the calls of one run, and of the
+    groups that a step would have. Rewards, findings (the worst first) and the verdict follow.
     """
     integrations = ", ".join(dict.fromkeys(call.integration for call in report.calls)) or "nothing"
     head = f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), "

@@ -140,8 +140,8 @@ class Runner:
         return runs
 
     def needs_another(self, runs: Sequence[Run]) -> bool:
-        """Whether another run may show something new: the application has not ended well yet, a new role appeared in
-        the last two runs, or a part that its framework lists has not run."""
+        """Whether another run may show something new. It may if the application has not ended well yet, if a new role
+        appeared in the last two runs, or if a part that the framework lists has not run."""
         if runs and (len(runs) >= MOST_RUNS or not any(run.roles for run in runs)):
             return False
         # Other answers rarely shorten runs that reach the time limit, so two of them are enough.

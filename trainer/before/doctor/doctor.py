@@ -216,8 +216,8 @@ def judge_forecast(
 ) -> tuple[Forecast, list[Finding]]:
     """Forecast memory and seconds of a run, with findings on whether there is enough memory.
 
-    The forecast is empty if no policy is trained or the model cannot be measured; it has no seconds if there is not
-    enough memory, or if they cannot be estimated.
+    The forecast is empty if no policy is trained or the model cannot be measured. It has no seconds if there is not
+    enough memory, or if the seconds cannot be estimated.
     """
     policies = trained_policies(config, config.specs)
     if not policies:

@@ -229,8 +229,8 @@ class RepeatedLayers:
 
 
 def _find_layers(network: Any) -> tuple[Any, str]:
-    """The module that has the list of layers, and the name of the list in it; None and "" if there is no list with as
-    many layers as the configuration says."""
+    """Find the list of a network's layers: the module that has it, and its name there. Returns None and "" if there is
+    no list with as many layers as the configuration says."""
     from torch.nn import ModuleList
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -203,8 +203,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def giving_back(model: PolicyModel) -> Iterator[None]:
-    """At the end, give memory back that is kept for later passes of `model`: a sampler may be on the same GPU, or the
-    machine may have little memory left."""
+    """At the end of the block, give back memory that was kept for later passes of `model`. A sampler may need it on the
+    same GPU, or the machine may have little memory left."""
     try:
         yield
     finally:
@@ -324,8 +324,8 @@ def _pass_tokens(settings: LearnerSettings, fit: int, device: str) -> int:
 def auto_tokens(fit: float, device: str) -> int:
     """Return the tokens of a pass that "auto" chooses if `fit` tokens fit.
 
-    It is one of a few numbers, so that similar machines choose the same: on a GPU, whose memory is not shared with
-    other processes, a power of two; on a CPU at most an eighth less than fits.
+    It is one of a few numbers, so that similar machines choose the same. On a GPU, whose memory is not shared with
+    other processes, it is a power of two. On a CPU it is at most an eighth less than fits.
     """
     tokens = int(max(LEAST, min(MOST.get(device, MOST["cpu"]), fit)))
     # Round down to a number with so many significant bits.
