@@ -234,10 +234,10 @@ class Analysis:
     async def swap_roles(self) -> None:
         """Run rounds until the options allow no further one.
 
-        A round runs every task once in each arm. In two arms no role is swapped to its reference, and all roles are.
-        Each live role has two further arms: only this role is swapped, and all roles but this one. All roles are live
-        at first. After every second round, the half of them whose swap raises the outcome least stops being live. This
-        choice depends on the runs alone, so an analysis that is continued makes the same rounds.
+        A round runs every task once in each arm. In one arm no role is swapped to its reference, and in another all
+        roles are. Each live role has two more arms: only this role is swapped, or all roles but this one. All roles are
+        live at first. After every second round, the half of them whose swap raises the outcome least stops being live.
+        This choice depends on the runs alone, so an analysis that is continued makes the same rounds.
         """
         await self._run_pilot([OWN, ALL])
         expected_roles = list(dict.fromkeys([*self._swapped_roles(), *filter(None, self.references)]))

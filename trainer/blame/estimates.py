@@ -125,9 +125,9 @@ class Outcomes:
 def estimate(values: Sequence[float], scale: float = 1.0) -> Estimate:
     """The mean of one value per task, with Student's t intervals under a prior on the spread.
 
-    The variance is (3 s**2 + SS) / (n + 2), with n + 2 degrees of freedom, for n values whose squared deviations have
-    the sum SS. The prior is 3 observations with a spread s of 0.2 times `scale`, the span of outcomes. Needs at least
-    one value.
+    For n values whose squared deviations sum up to SS, the variance is (3 s**2 + SS) / (n + 2). It has n + 2 degrees of
+    freedom. The prior is 3 observations with a spread s of 0.2 times `scale`, the span of outcomes. Needs at least one
+    value.
     """
     n = len(values)
     mean = fmean(values)

@@ -31,9 +31,9 @@ NOT_REPEATABLE = "no call can be repeated: a call failed, or a redactor changed 
 def choose_episodes(runs: Runs, chosen: str) -> tuple[list[Episode], int]:
     """Choose the failed episodes whose decisive call is searched, the worst first, by the option `episodes`.
 
-    These are the recorded episodes, if the analysis has any, or the episode with the id `chosen`, or, if `chosen` is
-    "failed", the first failure of each task. Also returns how many failed runs were left out because a limit or an
-    interruption cut them off. Raises ConfigError for an episode that did not fail.
+    If the analysis is of recorded episodes, these are chosen. Otherwise it is the episode with the id `chosen`, or, if
+    `chosen` is "failed", the first failure of each task. Also returns how many failed runs were left out because a
+    limit or an interruption cut them off. Raises ConfigError for an episode that did not fail.
     """
     span = runs.span()
     if runs.recorded:

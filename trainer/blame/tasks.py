@@ -60,8 +60,8 @@ def draw_tasks(tasks: Sequence[Task], options: BlameOptions) -> list[Task]:
 
 
 def failed_tasks(store: Store) -> tuple[dict[str, Episode], int]:
-    """By task, the first failed run of the unchanged application in the records; and the number of failed runs that
-    were cut off, which are left out. Raises ConfigError if no run failed."""
+    """Find the first failed run of each task by the unchanged application in the records. Returns them by task, and the
+    number of failed runs that were left out because they were cut off. Raises ConfigError if no run failed."""
     # 1. The outcomes, whose span decides which of them are failures.
     episodes = [episode for episode in store.episodes() if is_unchanged_run(episode)]
     ended = [episode for episode in episodes if episode.is_outcome]
@@ -110,8 +110,8 @@ def is_unchanged_run(episode: Episode) -> bool:
 
 
 def has_failed(episode: Episode, outcome: float | None, span: Span) -> bool:
-    """Whether an episode failed: it raised, its metric `success` says so, or, without this metric, its `outcome` lies
-    in the lower half of the span. An episode whose outcome is not known (None) has not failed."""
+    """Whether an episode failed: it raised, or its metric `success` says so. Without this metric, it failed if its
+    `outcome` lies in the lower half of the span. An episode whose outcome is not known (None) has not failed."""
     if not episode.is_outcome:
         return False
     if episode.status == "error":

@@ -29,8 +29,8 @@ def read_recorded(
 ) -> tuple[EvaluatedMode, str]:
     """Evaluate the first recorded episode of each task.
 
-    Returns the figures, and a sentence that says which tasks they are of: the recorded ones among `tasks`, or all
-    recorded tasks if none of `tasks` was recorded. Raises ConfigError if no episode was recorded.
+    The tasks are the recorded ones among `tasks`, or all recorded tasks if none of `tasks` was recorded. Returns the
+    figures, and a sentence that names these tasks. Raises ConfigError if no episode was recorded.
     """
     with open_store(path, read_only=True) as store:
         episode_by_task: dict[str, Episode] = {}

@@ -41,7 +41,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
-    """Split the tasks of a new run: it holds out the tasks of a file, or a third of `tasks` (at most `MOST`), or none.
+    """Split the tasks of a new run. It holds out the tasks of a file, or a third of `tasks` (at most `MOST`), or none.
 
     The same tasks and seed give the same split. Raises ConfigError if the file is not a tasks file, or if settings need
     held-out tasks and there are too few tasks.

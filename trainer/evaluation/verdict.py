@@ -68,10 +68,10 @@ def _shows_gain(tasks: int, gains: Floats, losses: Floats) -> npt.NDArray[np.boo
 
 @functools.lru_cache(256)
 def gain_shown(tasks: int) -> float | None:
-    """Return the smallest gain of success, as a share in hundredths, that `tasks` tasks show in 4 of 5 runs; None if
-    they cannot show any.
+    """Return the smallest gain of success, in steps of 0.01, that `tasks` tasks show in 4 of 5 runs; None if they
+    cannot show any.
 
-    It assumes a gain from (1 - gain) / 2 to (1 + gain) / 2, which is the hardest to show, and independent samples.
+    It assumes independent samples, and a gain from (1 - gain) / 2 to (1 + gain) / 2, which is the hardest to show.
     """
 
     def is_shown(points: int) -> bool:

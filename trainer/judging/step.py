@@ -18,8 +18,8 @@ from cotune.trainer.run.run import RolloutRun
 def judge_bench(run: RolloutRun, step: int, responder: Responder) -> Bench:
     """The judge of whole episodes for one training step. If the judge is a role, `responder` answers for it.
 
-    A judging role that is trained is asked about each task as often as the task has episodes, so that its own answers
-    can be compared; otherwise once.
+    The judge is asked once about each task. A judging role that is trained is asked as often as the task has episodes,
+    so that its own answers can be compared.
     """
     flow = run.workflow
     plan = run.plan

@@ -103,8 +103,8 @@ def _open_adapter(
     settings: LearnerSettings,
     other: PolicyModel | None,
 ) -> PolicyModel:
-    """Add the adapter of a `lora` policy to its base: to the base of `other`, another policy with the same base, or to
-    one that is loaded now."""
+    """Add the adapter of a `lora` policy to its base model. With `other`, a policy with the same base, both share the
+    network; without it, the base is loaded now."""
     adapter = f"policy{index}"
     if other is not None:
         with _built_on(device):

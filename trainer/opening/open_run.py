@@ -183,8 +183,8 @@ async def open_run(
 def _policies_of_checkpoint(
     config: TrainConfig, checkpoint: Checkpoint, scored: Sequence[str] | None
 ) -> tuple[Policies, list[str]]:
-    """Return the policies of a checkpoint, with further ones for roles that have appeared since or that `roles` names
-    now, and a note for each of these roles. With `scored`, only these roles get a policy."""
+    """Return the policies of a checkpoint and of further roles, and a note for each further role. These are roles that
+    have appeared since, or that the setting `roles` names now. With `scored`, only these roles get a policy."""
     before = with_bases(config, checkpoint.policies)
     policies = add_policies(config, before, [*checkpoint.new_roles, *config.roles], scored=scored)
     new_roles = sorted(policies.roles.keys() - before.roles.keys())

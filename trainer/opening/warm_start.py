@@ -28,7 +28,7 @@ def check_source(source: str) -> None:
 
 def check_same_bases(source: str, policies: Policies, bases: BaseDigests) -> None:
     """Raise ConfigError if a policy of the run `source` was trained on another base model than this run has for the
-    same roles, by their digests."""
+    same roles. `bases` are the digests of this run's base models."""
     newest = None if is_export(Path(source)) else newest_checkpoint(RunLayout(source).checkpoints)
     if newest is None:
         return  # Exports are checked when they are opened.

@@ -80,8 +80,8 @@ SHARED = tuple(name for name in ImproveOptions.__struct_fields__ if name not in 
 
 
 def named_options(config: str | Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a user sets: in the table [prompts] of a TOML file (if any), above its tables, and in
-    `settings`, which come last. Raises ConfigError."""
+    """Return the options that a user sets. They are in the table [prompts] of a TOML file (if any), above its tables,
+    and in `settings`, which override the file. Raises ConfigError."""
     table = read_toml(config)
     options = table.get("prompts", {})
     if not isinstance(options, Mapping):

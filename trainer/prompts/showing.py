@@ -168,8 +168,8 @@ def _find_same_request(calls: Iterable[CallRecord], call: CallRecord) -> CallRec
 
 
 def describe_roles(store: Store, episodes: Sequence[str]) -> dict[str, str]:
-    """Return a paragraph for each role: the order of all roles, the roles whose answers its requests contain, and the
-    roles that read its answers. Empty for an application with one role."""
+    """Return a paragraph for each role, which says who acts before and after it. It has the order of all roles, the
+    roles whose answers its requests contain, and the roles that read its answers. Empty for a single role."""
     # 1. Count whose answers each role reads.
     roles: list[str] = []
     sources: defaultdict[str, Counter[str]] = defaultdict(Counter)

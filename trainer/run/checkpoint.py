@@ -180,8 +180,8 @@ def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:
 
 
 def _whole_checkpoints(folder: Path, run: RunDescription, broken: str = "") -> str:
-    """Return the remedy if a run cannot be continued from its newest checkpoint: the checkpoints that are whole, of
-    which the newest is to be used. `broken` is the name of the checkpoint that is not whole; empty if it is missing."""
+    """Return the remedy if a run cannot be continued from its newest checkpoint: use the newest one that is whole. The
+    text names all whole checkpoints. `broken` is the name of the newest checkpoint; empty if it is missing."""
     whole: list[str] = []
     for path in step_folders(folder):
         if path.name != broken and checkpoint_fault(path, run.id) is None:

@@ -214,8 +214,8 @@ def typical_texts(name: str) -> Sequence[str]:
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
-    """The type of a schema's values: of several types the first that is not null; without a type, the one that its
-    other keywords imply."""
+    """The type of a schema's values. If the schema allows several, it is the first that is not null. If it names none,
+    it is the type that the other keywords imply."""
     kind = schema.get("type")
     if isinstance(kind, list):
         return str(next((name for name in kind if name != "null"), "null"))

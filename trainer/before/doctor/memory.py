@@ -361,8 +361,8 @@ def _libraries(process: str, device: str) -> dict[str, float]:
 
 
 def _image_parts(size: ModelSize, device: str) -> dict[str, float]:
-    """Memory of a model that sees images, at most: the pass over the images of a batch, and on the CPU the processed
-    images, which are kept."""
+    """The most memory that a model takes for images, by part: the pass over the images of a batch, and on the CPU also
+    the processed images, which are kept. Empty for a model that sees no images."""
     if not size.image_factor:
         return {}
     parts = {"passes over images, at most": PASS_BYTES * size.image_factor}
@@ -444,8 +444,8 @@ def shortages(plan: Sequence[ProcessMemory]) -> Iterator[str]:
 
 
 def peak_of_device(processes: Sequence[ProcessMemory]) -> float:
-    """The most bytes that the processes of one device take at the same time: all lasting memory, and the temporary
-    memory of the phase that needs most."""
+    """The most bytes that the processes of one device take at the same time. This is all lasting memory, and the
+    temporary memory of the phase that needs most."""
     lasting = 0.0
     temporary_by_phase: dict[str, float] = defaultdict(float)
     for process in processes:

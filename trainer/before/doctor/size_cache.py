@@ -48,8 +48,8 @@ def known_size(
 
 
 def _own_code(folder: Path, config: bytes) -> bytes | None:
-    """A digest of the code that a model brings in its folder, for `trust_remote_code`; empty if it brings none, and
-    None if its code is in another repository."""
+    """A digest of the code that a model brings in its folder, for `trust_remote_code`. It is empty if the model brings
+    no code, and None if the code is in another repository."""
     classes = msgspec.json.decode(config).get("auto_map", {})
     if not classes:
         return b""

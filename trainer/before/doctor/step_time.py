@@ -139,8 +139,8 @@ def _estimate_obstacle(config: TrainConfig) -> str:
 
 
 def _share_of_calls(config: TrainConfig, base: int) -> float:
-    """The share of all calls that a base model, given by its index, answers: the share of its roles among the roles of
-    all [[policy]] tables. Without such roles, the first base answers all calls."""
+    """The share of all calls that a base model, given by its index, answers. It is assumed to be the share of its roles
+    among the roles of all [[policy]] tables. If no table has roles, the first base answers all calls."""
     policies_of_base = list(config.bases.values())[base]
     roles = sum(len(policy.roles) for policy in config.policy)
     if not roles:
