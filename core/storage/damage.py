@@ -35,7 +35,8 @@ def _error_code(error: sqlite3.Error | UnicodeDecodeError) -> int:
 
 
 def unusable(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> RunError:
-    """The error for `path`, for which SQLite raised `error`."""
+    """The error for a records file for which SQLite raised `error`. For a damaged file it says which rows can be read,
+    and how to save them."""
     if not _is_damage(path, error):
         return RunError(
             f"The records file {path} cannot be used: {error}.", "Check the path, its permissions and the disk."
@@ -58,7 +59,7 @@ def _is_damage(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> bool:
 
 
 def _readable_rows_text(path: Path) -> str:
-    """A phrase with the number of rows in each table before the damage."""
+    """A phrase with the number of rows in each table that can be read before the first damaged row."""
     try:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         try:

@@ -63,10 +63,13 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     solved: str = ""
 
     def where(self) -> tuple[str, list[Any]]:
-        """The WHERE clause, empty without conditions, and its parameters in order."""
+        """The WHERE clause over episodes, empty without conditions, and its parameters in order."""
+        status_condition = "status = ?"
+        if self.status == "counted":  # no status of its own: all episodes except cancelled ones
+            status_condition = f"({COUNTED}) = (? = 'counted')"
         conditions = {
             "phase = ?": self.phase,
-            f"({COUNTED}) = (? = 'counted')" if self.status == "counted" else "status = ?": self.status,
+            status_condition: self.status,
             "task = ?": self.task,
             "training_step = ?": self.training_step,
             "EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND role = ?)": self.role,
@@ -82,6 +85,7 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
         }
         clause, values = _where(conditions)
         if self.new is not None:
+            # Rows with a number above the first mark, up to the second one.
             (episode, reward), (last_episode, last_reward) = self.new
             clause = f"{clause} AND {_NEW}" if clause else f"WHERE {_NEW}"
             values += [episode, last_episode, reward, last_reward, reward, last_reward]
@@ -128,8 +132,8 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 def moment(field: str, text: str) -> float:
-    """A moment in seconds since the epoch, from a duration before now, such as 30d, or a day (UTC). Raises
-    ConfigError."""
+    """A moment in seconds since the epoch, from a duration before now (such as 30d) or a day in UTC (such as
+    2026-11-30). Raises ConfigError, which names the setting `field`."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text):
         return time.time() - float(match[1]) * _UNITS[match[2]]
     try:

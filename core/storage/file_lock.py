@@ -31,15 +31,15 @@ def is_held(path: Path) -> bool:
 class FileLock:
     """Holds an exclusive lock on a lock file that contains the holder's process id."""
 
-    def __init__(self, path: Path, what: str, *, on_full_disk: bool = False) -> None:
-        """Take the lock at once, without waiting. `what` names the guarded file or folder in messages. With
-        `on_full_disk` the lock is also taken if the disk has no room for the process id.
+    def __init__(self, path: Path, guarded: str, *, on_full_disk: bool = False) -> None:
+        """Take the lock at once, without waiting. `guarded` names the guarded file or folder in messages.
+        With `on_full_disk` the lock is also taken if the disk has no room for the process id.
 
         Raises LockHeldError with the process that holds it, and RunError if the file cannot be created or its file
         system has no locks.
         """
         self._path = path
-        self._what = what
+        self._guarded = guarded
         self._on_full_disk = on_full_disk
         self._fd: int | None = None
         self._names_holder = False
@@ -51,11 +51,11 @@ class FileLock:
         from filelock import lock_descriptor
 
         path = self._path
-        what = self._what
+        guarded = self._guarded
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            cause = f"{what} cannot be written: {error.strerror}: {path}."
+            cause = f"{guarded} cannot be written: {error.strerror}: {path}."
             remedy = "Free some space" if is_full(error) else "Check the permissions of the folder"
             raise RunError(cause, f"{remedy}, or choose another one.") from None
         try:
@@ -64,7 +64,7 @@ class FileLock:
             # ENOLCK or ENOSYS on NFS and Lustre that are mounted without locks, EIO on some FUSE file systems.
             self.release()
             raise RunError(
-                f"{what} cannot be locked: the file system of {path} refuses locks ({error.strerror}).",
+                f"{guarded} cannot be locked: the file system of {path} refuses locks ({error.strerror}).",
                 "Use a folder on another file system, such as a local disk, or mount this one with locks "
                 "(Lustre: -o flock; NFS: with its lock service).",
             ) from None
@@ -72,7 +72,7 @@ class FileLock:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             self.release()
             raise LockHeldError(
-                f"{what} is being written by process {holder}.",
+                f"{guarded} is being written by process {holder}.",
                 "Wait until it ends or stop it; you can read the records meanwhile.",
             )
         try:
@@ -80,7 +80,7 @@ class FileLock:
             os.pwrite(self._fd, str(os.getpid()).encode(), 0)
             self._names_holder = True
         except OSError as error:
-            if not self._on_full_disk:
+            if not self._on_full_disk:  # the lock holds without the process id in its file
                 self.release()
                 raise OSError(error.errno, error.strerror, str(path)) from None
 
@@ -91,7 +91,8 @@ class FileLock:
         return False
 
     def release(self) -> None:
-        """Give the lock back; safe to call twice. In a forked child this releases only the child's share."""
+        """Give the lock back; safe to call twice. A forked child shares the lock with its parent: in the child, this
+        leaves the parent's lock as it is."""
         if self._fd is not None:
             if self._names_holder:
                 with contextlib.suppress(OSError):

@@ -45,10 +45,12 @@ class Ledger:
             db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (key, judge, text))
 
     def reserve(
-        self, judge: str, most: float, *, max_calls: int | None, max_cost: float | None
+        self, judge: str, highest_cost: float, *, max_calls: int | None, max_cost: float | None
     ) -> int | Literal["max_calls", "max_cost"]:
-        """Enter a request that costs at most `most`, and return its number. If the request would pass a cap, nothing is
-        entered, and the name of the cap is returned."""
+        """Enter a request that a judge is about to send, with the highest cost that it can have. Returns its number.
+
+        If the request would pass a cap of the judge, nothing is entered, and the name of the cap is returned.
+        """
         with self._open() as db, db:  # the second `db` commits at the end, or rolls back
             db.execute("BEGIN IMMEDIATE")
             calls, cost = db.execute(
@@ -56,9 +58,9 @@ class Ledger:
             ).fetchone()
             if max_calls is not None and calls >= max_calls:
                 return "max_calls"
-            if max_cost is not None and cost + most > max_cost:
+            if max_cost is not None and cost + highest_cost > max_cost:
                 return "max_cost"
-            cursor = db.execute("INSERT INTO requests VALUES (NULL, ?, NULL, NULL, ?)", (judge, most))
+            cursor = db.execute("INSERT INTO requests VALUES (NULL, ?, NULL, NULL, ?)", (judge, highest_cost))
             return int(cursor.lastrowid or 0)
 
     def settle(self, request: int, prompt_tokens: int, completion_tokens: int, cost: float) -> None:
@@ -78,19 +80,23 @@ class Ledger:
             )
 
     def totals(self, judge: str | None = None) -> Mapping[str, float]:
-        """Requests, tokens, cost and counts of one judge, or of all."""
-        names = ("requests", "prompt_tokens", "completion_tokens", "cost")
-        sums = ", ".join(f"coalesce(sum({name}), 0)" for name in names[1:])
+        """Totals of one judge, or of all: `requests`, `prompt_tokens`, `completion_tokens`, `cost`, and the counts by
+        name."""
+        summed = ("prompt_tokens", "completion_tokens", "cost")
+        sums = ", ".join(f"coalesce(sum({name}), 0)" for name in summed)
+        of_judge = "WHERE ? IS NULL OR judge = ?"
+        parameters = (judge, judge)
         with self._open() as db:
-            of_judge = "WHERE ? IS NULL OR judge = ?"
-            chosen = (judge, judge)
-            row = db.execute(f"SELECT count(*), {sums} FROM requests {of_judge}", chosen).fetchone()
-            counts = db.execute(f"SELECT name, sum(count) FROM counts {of_judge} GROUP BY name", chosen).fetchall()
-        return {**dict(zip(names, row, strict=True)), **dict(counts)}
+            row = db.execute(f"SELECT count(*), {sums} FROM requests {of_judge}", parameters).fetchone()
+            counts = db.execute(f"SELECT name, sum(count) FROM counts {of_judge} GROUP BY name", parameters).fetchall()
+        totals: dict[str, float] = dict(zip(("requests", *summed), row, strict=True))
+        totals.update(counts)
+        return totals
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """A connection. A file is opened each time, as the folder of a run that ends before it began is removed."""
+        """A connection to the ledger, under the lock. A file is opened each time, because the folder of a run that ends
+        before its first step is removed, and the file with it."""
         with self._lock:
             if self._memory is not None:
                 yield self._memory

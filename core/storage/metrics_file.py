@@ -105,12 +105,14 @@ class _MetricsFile:
         self._file = file
         self._lock = threading.Lock()
         self._lines: list[dict[str, Any]] = []
+        """The valid lines that were read, parsed."""
         self._inode = 0
+        """Identifies the file that was read, in case another file takes its name."""
         self._end = 0
         """Where the last complete line ended, in bytes."""
-        self._number = 0
-        """Number of complete lines so far."""
-        self._last = b""
+        self._n_complete = 0
+        """Number of complete lines so far, with broken ones."""
+        self._last_line = b""
         """The line that ended at `_end`: if it is no longer there, the file was rewritten."""
 
     def lines(self) -> list[dict[str, Any]]:
@@ -123,7 +125,7 @@ class _MetricsFile:
                 return []
             broken: list[str] = []
             self._lines += self._parse_lines(complete, broken)
-            self._number += len(complete)
+            self._n_complete += len(complete)
             # The unfinished line counts today, but it is parsed again next time: its writer may be in the middle of it.
             lines = [*self._lines, *self._parse_lines([unfinished], broken)]
         if broken:
@@ -132,26 +134,30 @@ class _MetricsFile:
         return lines
 
     def _read_new(self, file: BinaryIO) -> tuple[list[bytes], bytes]:
-        """The complete lines that are new, and the beginning of an unfinished line."""
-        # Starts with the last known line, to see whether the file has only grown.
-        file.seek(max(0, self._end - len(self._last)))
+        """Read the complete lines that were added since the last time, and the beginning of an unfinished line.
+
+        If the file was replaced or rewritten, everything read before is forgotten, and all lines are new.
+        """
         inode = os.fstat(file.fileno()).st_ino
-        if inode != self._inode or file.read(len(self._last)) != self._last:
+        file.seek(max(0, self._end - len(self._last_line)))
+        has_only_grown = inode == self._inode and file.read(len(self._last_line)) == self._last_line
+        if not has_only_grown:
             self._lines = []
             self._inode = inode
             self._end = 0
-            self._number = 0
-            self._last = b""
+            self._n_complete = 0
+            self._last_line = b""
             file.seek(0)
         *complete, unfinished = file.read().split(b"\n")
         if complete:
             self._end += sum(len(line) + 1 for line in complete)
-            self._last = complete[-1] + b"\n"
+            self._last_line = complete[-1] + b"\n"
         return complete, unfinished
 
     def _parse_lines(self, lines: Sequence[bytes], broken: list[str]) -> Iterator[dict[str, Any]]:
-        """The lines that are valid. Descriptions of the others are added to `broken`."""
-        for number, line in enumerate(lines, self._number + 1):
+        """Parse lines that follow the complete lines so far. Yields the valid ones, and adds descriptions of the others
+        to `broken`."""
+        for number, line in enumerate(lines, self._n_complete + 1):
             try:
                 metrics = loaded(line)
                 msgspec.convert(_without_nulls(metrics), StepMetrics)

@@ -53,8 +53,8 @@ def failure_reward(on_failure: str) -> OnFailure:
 
 
 def metric(value: object) -> float | None:
-    """A reported metric as a number: a bool is 1 or 0, and so are the words true, yes, false and no. Any other value
-    reports nothing: None."""
+    """A reported metric as a number: True and the words true and yes are 1, False and the words false and no are 0.
+    None for a value that is no number."""
     if isinstance(value, str):
         return _WORDS.get(value.lower())
     if isinstance(value, int | float):
@@ -63,9 +63,12 @@ def metric(value: object) -> float | None:
 
 
 def success_counts(where: str = "true") -> str:
-    """A query with a row for each phase in which an episode reports `success`: the phase, the number of solved
-    episodes, the number of counted episodes, and the sum over tasks of the square of the counted episodes. `where`
-    chooses episodes."""
+    """A query for how many episodes of each phase solved their task, over the episodes that `where` chooses.
+
+    It has a row for each phase in which an episode reports `success`, with the columns phase, number of solved
+    episodes, number of counted episodes n, and the sum over tasks of the square of the task's n.
+    """
+    # From the inside out: the result of each episode, then the sums of each task (good of n), then of each phase.
     return f"""SELECT phase, CAST(sum(good) AS bigint), CAST(sum(n) AS bigint), CAST(sum(n * n) AS bigint) FROM (
             SELECT phase, task, min(id) AS first, sum(solved) AS good, count(solved) AS n, count(reported) AS reports
             FROM (SELECT id, phase, task, {solved()} AS solved, {REPORTED} AS reported FROM episodes
@@ -75,20 +78,27 @@ def success_counts(where: str = "true") -> str:
 
 
 def outcome_means(on_failure: str) -> str:
-    """A query with a row for each phase and component of outcomes: `phase`, `name`, the mean, and the number of
-    episodes in it."""
-    ended = "episodes JOIN rewards ON target = episodes.id"
+    """A query for the mean of each named reward of outcomes. A failed episode without this reward counts with the
+    reward of the setting `on_failure`, unless that is `exclude`.
+
+    It has a row for each phase and name: phase, name, mean, and the number of episodes in the mean.
+    """
+    rewarded_episodes = "episodes JOIN rewards ON target = episodes.id"
     if on_failure == "exclude":
-        means = f"SELECT phase, name, avg(value), count(*) FROM {ended} WHERE status = 'ok' GROUP BY phase, name"
-        return f"{means} ORDER BY phase, name"
+        return f"""SELECT phase, name, avg(value), count(*) FROM {rewarded_episodes} WHERE status = 'ok'
+            GROUP BY phase, name ORDER BY phase, name"""
+    reward_of_failure = _value(on_failure, "lowest")
+    # `rewarded` are the episodes with the reward, and `failures` all failed episodes of a phase. `unrewarded` is the
+    # number of failed episodes without the reward.
     return f"""
-        WITH own AS (SELECT phase, name, sum(value) AS total, count(*) AS n,
-                            count(*) FILTER (WHERE status = 'error') AS failed,
-                            coalesce(min(value) FILTER (WHERE status = 'ok' AND value < 0), 0) AS low
-                     FROM {ended} WHERE {IS_OUTCOME} GROUP BY phase, name),
-             bad AS (SELECT phase, count(*) AS n FROM episodes WHERE {_FAILED} GROUP BY phase)
-        SELECT phase, name, (total + m * {_value(on_failure, "low")}) / (n + m), n + m
-        FROM (SELECT own.*, coalesce(bad.n, 0) - failed AS m FROM own LEFT JOIN bad ON bad.phase = own.phase) AS found
+        WITH rewarded AS (SELECT phase, name, sum(value) AS total, count(*) AS n,
+                                 count(*) FILTER (WHERE status = 'error') AS failed,
+                                 coalesce(min(value) FILTER (WHERE status = 'ok' AND value < 0), 0) AS lowest
+                          FROM {rewarded_episodes} WHERE {IS_OUTCOME} GROUP BY phase, name),
+             failures AS (SELECT phase, count(*) AS n FROM episodes WHERE {_FAILED} GROUP BY phase)
+        SELECT phase, name, (total + unrewarded * {reward_of_failure}) / (n + unrewarded), n + unrewarded
+        FROM (SELECT rewarded.*, coalesce(failures.n, 0) - failed AS unrewarded
+              FROM rewarded LEFT JOIN failures ON failures.phase = rewarded.phase) AS found
         ORDER BY phase, name"""
 
 

@@ -55,8 +55,11 @@ class FolderOrders:
 
     @property
     def keys(self) -> list[str]:
-        """The digests that are stored for trusted orders: one of the orders, and one for this very folder. The second
-        allows a user to move the folder together with the application: a rename keeps its inode."""
+        """The digests by which the user's trust in these orders is remembered. Either of them is enough.
+
+        The first is of the orders with the present paths. The second is of the orders as they were written, and of the
+        folder's inode: a user may move the folder together with the application, and a rename keeps the inode.
+        """
         keys = [_digest(self.current)]
         with contextlib.suppress(OSError):
             stat = self.folder.stat()
@@ -65,7 +68,8 @@ class FolderOrders:
 
 
 def orders_of_run(path: Path, described: Mapping[str, Any]) -> FolderOrders:
-    """The orders in a run.json, whose content is `described`."""
+    """The orders of a run folder: its settings that choose code or addresses. `described` is the content of its
+    run.json."""
     path = path.absolute()
     present_config: Mapping[str, Any] = {}
     written_config: Mapping[str, Any] = {}
@@ -78,10 +82,10 @@ def orders_of_run(path: Path, described: Mapping[str, Any]) -> FolderOrders:
 
 
 def _orders_in_config(workflow: str | None, config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, str]:
-    """The orders in a folder's configuration, by the dotted names of their settings. Secrets are withheld.
+    """The orders in a folder's configuration: the settings that choose code or addresses, by their dotted names.
 
-    `described` is the folder's description. The folder where the run was started is an order too, if there are others,
-    because modules are searched there.
+    Secrets are withheld. `described` is the content of run.json. The folder where the run was started is an order too,
+    if there are others, because modules are searched there.
     """
     orders = {"workflow": workflow} if workflow else {}
     tables = [("", config)]
@@ -117,10 +121,10 @@ def remember_orders(orders: FolderOrders) -> None:
 
 
 def is_trusted(orders: FolderOrders) -> bool:
-    """Whether the code and settings that a folder orders may be used without asking.
+    """Whether the code and the addresses that a folder chooses (its orders) may be used without asking the user.
 
-    They may if this user gave or agreed to all of them, or named a parent folder in COTUNE_TRUST_FOLDERS (a list of
-    folders, like PATH).
+    They may if this user gave or agreed to all of them, or named the folder or a parent of it in COTUNE_TRUST_FOLDERS
+    (a list of folders, like PATH).
     """
     if not orders.current:
         return True
@@ -128,15 +132,19 @@ def is_trusted(orders: FolderOrders) -> bool:
         if key in _trusted_here or (state_folder() / "trusted" / key).exists():
             return True
     folder = orders.folder.resolve()
-    for trusted in os.environ.get("COTUNE_TRUST_FOLDERS", "").split(os.pathsep):
-        if trusted and folder.is_relative_to(Path(trusted).expanduser().resolve()):
+    for trusted_folder in os.environ.get("COTUNE_TRUST_FOLDERS", "").split(os.pathsep):
+        if trusted_folder and folder.is_relative_to(Path(trusted_folder).expanduser().resolve()):
             return True
     return False
 
 
 def check_trusted(orders: FolderOrders, used: Collection[str]) -> bool:
-    """Whether a folder is trusted. Raises UntrustedFolderError if it is not and the command would follow an order of
-    it. `used` are the names of the orders that the command follows."""
+    """Raise UntrustedFolderError if the command would follow orders (settings that choose code or addresses) of a
+    folder that the user does not trust.
+
+    `used` are the names of the orders that the command follows. Returns whether the folder is trusted; False if it is
+    not, but has none of these orders.
+    """
     if is_trusted(orders):
         return True
     untrusted = {name: value for name, value in orders.current.items() if name in used}
@@ -154,12 +162,13 @@ def open_run_code(
     only: Collection[str] | None = None,
     described: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Check that the code named by a run may be loaded, and search modules in the folder where the run was started.
+    """Check that the code named by a run may be loaded, and let modules be imported from the folder where the run was
+    started. Call this before you load anything that a run names.
 
-    Call this before anything that a run names is loaded. `described` is the content of the folder's description, if
-    that is not in run.json. `set_by_user` are the names of orders that the user gives instead of the folder. `only`
-    names the orders that the command follows (default: all). Returns whether the folder is trusted. Raises
-    UntrustedFolderError.
+    An order is a setting that chooses code or an address. `set_by_user` names the orders that the user sets instead of
+    the folder, and `only` the orders that the command follows (default: all). `described` is the content of the
+    folder's description, if that is not in run.json. Returns whether the folder is trusted. Raises
+    UntrustedFolderError if it is not trusted and the command would follow one of its orders.
     """
     path = Path(path).absolute()
     described = read_run_json(path) if described is None else described

@@ -205,14 +205,17 @@ def known_workflow(described: Mapping[str, Any], run: Path) -> str | None:
     return None if address is None else present_address(address, described, run)
 
 
-def with_addresses(value: Any, place: Callable[[str], str], name: str = "") -> Any:
-    """A configuration as plain data, with the address of each function (`module:name`) replaced by `place(address)`."""
+def with_addresses(value: Any, new_address: Callable[[str], str], name: str = "") -> Any:
+    """A copy of a configuration in which `new_address` has changed the address (`module:name`) of each function.
+
+    `value` is plain data: the configuration, or a part of it under the key `name`.
+    """
     if isinstance(value, Mapping):
-        return {key: with_addresses(item, place, key) for key, item in value.items()}
+        return {key: with_addresses(item, new_address, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [with_addresses(item, place) for item in value]
+        return [with_addresses(item, new_address) for item in value]
     is_address = name in FUNCTIONS and isinstance(value, str) and ":" in value
-    return place(value) if is_address else value
+    return new_address(value) if is_address else value
 
 
 def whole_address(address: str) -> str:
@@ -242,7 +245,9 @@ def is_withheld(name: str) -> bool:
 
 
 def without_values(described: Any, name: str = "") -> Any:
-    """A copy of a configuration, or of all of run.json, with WITHHELD for values of environment variables."""
+    """A copy of a configuration, or of all of run.json, in which WITHHELD replaces the values of environment variables.
+
+    `name` is the dotted name of `described` in run.json, for a part of it."""
     if is_withheld(name):
         return WITHHELD
     if isinstance(described, Mapping):

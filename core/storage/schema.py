@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from cotune.errors import RecordError
 from cotune.json_values import plain
 from cotune.records.ids import pack_ids, packer, unpack_ids
-from cotune.records.images import split_images
+from cotune.records.images import Image, split_images
 from cotune.records.structs import (
     CallRecord,
     Candidate,
@@ -153,8 +153,20 @@ CONFLICTS = {
 each name before; `{next}` is the number that a new row would get."""
 
 
+_ROW_BYTES = {
+    "calls": 1300,
+    "episodes": 1100,
+    "rewards": 300,
+    "feedback": 300,
+    "images": 300,
+    "segments": 300,
+    "messages": 200,
+}
+"""Memory of a row's Python objects apart from its long values, about, by table."""
+
+
 def encode(records: Sequence[Record], stored_ids: Container[str]) -> tuple[list[tuple[str, Row]], int]:
-    """Encode records as rows, each with its table, and estimate the size of all in bytes.
+    """Encode records as rows. Returns each row with the name of its table, and the estimated size of all rows in bytes.
 
     Messages, images and segments whose ids are in `stored_ids` are left out. Raises TypeError, ValueError or
     struct.error for a record that cannot be encoded.
@@ -167,36 +179,42 @@ def encode(records: Sequence[Record], stored_ids: Container[str]) -> tuple[list[
         if isinstance(record, CallRecord):
             table = "calls"
             row = _call_row(record)
-            size += 1300 + len(row[16]) + len(row[17]) + len(row[18])
+            *_, body, candidates, token_ids, _logprobs = row
+            size += len(body) + len(candidates) + len(token_ids)
         elif isinstance(record, RewardRecord):
             table = "rewards"
             row = (record.target, record.name, float(record.value), record.at, record.app)
-            size += 300
         elif isinstance(record, FeedbackRecord):
             table = "feedback"
             row = (record.target, record.name, record.text, record.at, record.cut, record.app)
-            size += 300 + len(record.text)
+            size += len(record.text)
         elif isinstance(record, Episode):
             table = "episodes"
             row = _episode_row(record)
-            size += 1100 + len(row[13])
+            *_, body, _metrics = row
+            size += len(body)
         elif record.id in stored_ids:
             continue
         elif isinstance(record, Message):
             # Only a content in parts can hold images. Most contents are texts and need no search.
-            has_parts = isinstance(record.body, dict) and isinstance(record.body.get("content"), list)
-            body, images = split_images(record.body) if has_parts else (record.body, [])
+            message = record.body
+            images: list[Image] = []
+            if isinstance(message, dict) and isinstance(message.get("content"), list):
+                message, images = split_images(message)
             for image in images:
-                if (name := image.id) not in stored_ids:
-                    rows.append(("images", (name, image.media_type, bytearray(image.data), now)))
-                    size += 300 + len(image.data)
+                image_id = image.id  # a hash of the bytes, which takes time
+                if image_id not in stored_ids:
+                    rows.append(("images", (image_id, image.media_type, bytearray(image.data), now)))
+                    size += _ROW_BYTES["images"] + len(image.data)
             table = "messages"
-            row = (record.id, _json.encode(body).decode(), now)
-            size += 200 + len(row[1])
+            encoded = _json.encode(message).decode()
+            row = (record.id, encoded, now)
+            size += len(encoded)
         else:
             table = "segments"
             row = (record.id, record.parent, bytearray(record.packed), now)
-            size += 300 + len(row[2])
+            size += len(record.packed)
+        size += _ROW_BYTES[table]
         rows.append((table, row))
     return rows, size
 
@@ -204,8 +222,8 @@ def encode(records: Sequence[Record], stored_ids: Container[str]) -> tuple[list[
 def _call_row(call: CallRecord) -> Row:
     """The columns of a call, in the order of `COLUMNS["calls"]`.
 
-    The token ids of all candidates are packed into one column, and their log-probabilities into another. The candidates
-    have only their numbers, with which `call_from` splits the columns again.
+    One column has the token ids of all candidates, one after another, and another their log-probabilities. Each stored
+    candidate has the number of its ids and log-probabilities, with which `call_from` splits these columns again.
     """
     # bytearray instead of bytes: for bytes, sqlite3 searches its adapters, which costs more than the rest of binding.
     stored: list[StoredCandidate] = []
@@ -345,13 +363,15 @@ def episode_from(body: str, metrics: str) -> Episode:
 
 
 def _with_valid_times(record: Timed) -> Timed:
-    """The record, if its times are possible. Raises ValueError otherwise.
+    """Return the record. Raises ValueError if its start or its latency is an impossible time.
 
-    A negative latency becomes 0: other recorders measure it with a clock that may step back.
+    A negative latency becomes 0, because other recorders measure it with a clock that may step back.
     """
     if not (0 <= record.started < _LATEST and -_LATEST < record.latency < _LATEST):
         raise ValueError("a time that no clock shows")
-    return record if record.latency >= 0 else replace(record, latency=0.0)
+    if record.latency < 0:
+        return replace(record, latency=0.0)
+    return record
 
 
 def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) -> tuple[int, ...]:

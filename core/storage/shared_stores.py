@@ -84,23 +84,28 @@ def acquire_store(address: str) -> Store:
 
 
 def _open_or_resume(address: str) -> Store:
-    """The unused store of this process, if its file is still the same and it can be resumed; otherwise a new one."""
+    """The store at an address: the one that is still open in this process without a trace, or a new one.
+
+    The open store cannot be resumed if another process has changed its file.
+    """
     unused = _stores.by_address.pop(address, None)
-    if unused is not None:
-        resumed = False
-        try:
-            resumed = isinstance(unused.store, SqlStore) and unused.store.resume()
-        # Also after an error: nobody else has the store, so nobody else would close it.
-        finally:
-            if not resumed:
-                unused.store.close()
-        if resumed:
-            return unused.store
-    return open_store(address)
+    if unused is None:
+        return open_store(address)
+    is_resumed = False
+    try:
+        is_resumed = isinstance(unused.store, SqlStore) and unused.store.resume()
+    # Also after an error: nobody else has the store, so nobody else would close it.
+    finally:
+        if not is_resumed:
+            unused.store.close()
+    return unused.store if is_resumed else open_store(address)
 
 
 def release_store(address: str) -> None:
-    """Return when everything written to the store is durable. After its last user, other processes may write."""
+    """End the use of a store by one trace. Returns when everything written to the store is durable.
+
+    After the last trace, other processes may write. The store then stays open for a moment, for the next trace.
+    """
     with _stores.lock:
         store = _stores.by_address[address].store
     store.flush()  # outside of the lock, as it may take long
@@ -111,14 +116,15 @@ def release_store(address: str) -> None:
             return
         _leave_signals()
         del _stores.by_address[address]
-        if not isinstance(store, SqlStore) or not store.pause():
+        is_paused = isinstance(store, SqlStore) and store.pause()
+        if not is_paused:  # it cannot let other processes write while it is open
             store.close()
             return
         shared.unused_since = time.monotonic()
-        _stores.by_address[address] = shared
-        unused = [name for name, other in _stores.by_address.items() if not other.users]
-        if len(unused) > MOST_UNUSED:
-            _stores.by_address.pop(unused[0]).store.close()
+        _stores.by_address[address] = shared  # as the last one: unused stores are in the order of their last use
+        unused_addresses = [name for name, other in _stores.by_address.items() if not other.users]
+        if len(unused_addresses) > MOST_UNUSED:
+            _stores.by_address.pop(unused_addresses[0]).store.close()
         _start_closer()
 
 
@@ -141,7 +147,10 @@ def _leave_signals() -> None:
 
 
 def _flush_and_end(number: int, frame: FrameType | None) -> None:
-    """The signal handler. It takes no lock: the thread that it interrupts may hold it."""
+    """The handler of SIGTERM and SIGHUP: write all records to disk, then end the process by the same signal.
+
+    It takes no lock, because the thread that it interrupts may hold it.
+    """
     for shared in list(_stores.by_address.values()):
         if shared.users:
             with contextlib.suppress(Exception):  # the process ends anyway
@@ -158,18 +167,19 @@ def _start_closer() -> None:
 
 
 def _close_unused() -> None:
-    """Close stores that have not been used for a while. Ends when no unused store is left."""
+    """The main function of the thread that closes stores which no trace has used for `UNUSED_SECONDS`. It ends when no
+    unused store is left."""
     while True:
         time.sleep(UNUSED_SECONDS)
         with _stores.lock:
-            unused = [(address, shared) for address, shared in _stores.by_address.items() if not shared.users]
-            for address, shared in unused:
-                if time.monotonic() - shared.unused_since >= UNUSED_SECONDS:
-                    del _stores.by_address[address]
-                    try:
-                        shared.store.close()
-                    except Exception:  # this thread must continue, as other stores wait for it
-                        log.exception("The store %s could not be closed.", shared.store.address)
+            for address, shared in list(_stores.by_address.items()):
+                if shared.users or time.monotonic() - shared.unused_since < UNUSED_SECONDS:
+                    continue
+                del _stores.by_address[address]
+                try:
+                    shared.store.close()
+                except Exception:  # this thread must continue, as other stores wait for it
+                    log.exception("The store %s could not be closed.", shared.store.address)
             if all(shared.users for shared in _stores.by_address.values()):
                 _stores.closer = None
                 return

@@ -57,21 +57,23 @@ def write_token_figures(run: Path, step: int, candidates: Mapping[str, Candidate
 
 
 def read_token_figures(run: Path, step: int, later: int = 0) -> TokenFigures | None:
-    """The figures of a step's tokens; None if there are none or they cannot be read.
+    """The learner's figures of the tokens of a step's candidates; None if there are none or they cannot be read.
 
-    `later` is the number of following steps to read too: under staleness, a step's candidates may be trained on in
-    them."""
+    A step's candidates may be trained on in later steps, when rollouts run ahead of training. `later` is the number of
+    following steps whose files are read too.
+    """
     candidates: dict[str, CandidateTokens] = {}
-    for number in range(step, step + later + 1):
+    for training_step in range(step, step + later + 1):
         in_file: dict[str, CandidateTokens] = {}
         try:
-            with np.load(file_of(run, number), allow_pickle=False) as stored:
+            with np.load(file_of(run, training_step), allow_pickle=False) as stored:
+                # The arrays hold the figures of all candidates, one after another.
                 ends = np.cumsum(stored["lengths"])[:-1]
                 gaps = np.split(stored["gaps"], ends)
                 entropies = np.split(stored["entropies"], ends)
                 for id, candidate_gaps, candidate_entropies in zip(stored["ids"], gaps, entropies, strict=True):
                     in_file[str(id)] = CandidateTokens(candidate_gaps, candidate_entropies)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            continue  # a broken file adds none of its candidates
+            continue  # the step has no file, or a broken one, which adds none of its candidates
         candidates |= in_file
     return TokenFigures(candidates) if candidates else None

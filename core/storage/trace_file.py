@@ -20,11 +20,11 @@ _NAME = "trace.json"
 
 
 def write_trace(folder: Path, workflow: str, config: Mapping[str, str | None], *, holds_records: bool) -> None:
-    """Write the address of the application that records into this folder. `config` has its functions: `redact` and
-    `roles_by`.
+    """Write trace.json, with the address of the application that records into this folder.
 
-    If the folder already holds records of another application, or of an unknown one, the file names no application:
-    nobody could tell which of them an episode belongs to. Raises OSError.
+    `config` has the addresses of the application's functions for the settings `redact` and `roles_by`, if any.
+    `holds_records` is whether the folder already holds records. If these are of another application, or of an unknown
+    one, the file names no application, because nobody could tell to which of them an episode belongs. Raises OSError.
     """
     functions = {name: whole_address(address) for name, address in config.items() if address}
     described: dict[str, Any] = {

@@ -16,14 +16,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file for writing; it gets its name only when all of it is written and synced.
+    """A block that writes a file. The file gets its name only at the end of the block, when all of it is on the disk.
 
     After an error or an interruption nothing of it remains, and the earlier file stays. A pipe or a device is written
     directly. Raises OSError, which names the file.
     """
     path = Path(path)
     try:
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file():  # a pipe or a device
             with path.open("wb") as file:
                 yield file
             return
@@ -46,7 +46,7 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def rewriting(path: Path) -> Iterator[None]:
-    """Lock a file within the block, to read it, change it and write it again. Others that lock it wait.
+    """A block that reads a file, changes it and writes it again, under a lock. Other such blocks wait.
 
     Without the lock, the change of another thread or process could be lost. Raises OSError if the folder does not
     exist.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -239,6 +239,7 @@ class Figures:
     def outcomes_by_task(self, phase: str, on_failure: str) -> tuple[str, list[TaskOutcome]]:
         """The name of the outcome and its rows by task: `success` if an episode of the phase reports it, else `reward`,
         the sum of the components."""
+        # `ALL_OWN` joins the sum of each episode's rewards as the column `own`.
         measure, value = self._outcome_expression(phase, on_failure, "own")
         rows = self.rows(
             f"""SELECT task, count(*), avg(v), min(v), max(v) FROM (
@@ -249,7 +250,7 @@ class Figures:
         return measure, [TaskOutcome(*row) for row in rows]
 
     def outcomes_by_step(self, phase: str, on_failure: str, tasks: Iterable[str]) -> list[StepOutcome]:
-        """A row for each training step of each of these tasks."""
+        """The outcomes of these tasks: a row for each task and training step."""
         _, value = self._outcome_expression(phase, on_failure)
         rows = self.rows(
             f"""SELECT task, step, count(v), sum(v) FROM (
@@ -312,10 +313,10 @@ class Figures:
         return [PhaseCount(*row) for row in rows]
 
     def use(self, after: int) -> tuple[int, list[RoleUse]]:
-        """The use by role and model, in the order of their first calls. Only calls with numbers above `after` count (0:
-        all calls).
+        """Sums over the calls with numbers (rowid) above `after`, for each role and model. With 0, all calls count.
 
-        Returns the number to pass next time, and the rows."""
+        Returns the number to pass as `after` next time, and the rows in the order of their first calls.
+        """
         rows = self.rows(
             f"""SELECT (SELECT max(rowid) FROM calls), role, model, count(*), count(*) FILTER (WHERE status != 'ok'),
                 max(turn) + 1, sum(prompt_tokens), sum(completion_tokens), sum(latency), sum(drawn)
@@ -326,8 +327,9 @@ class Figures:
         return last_number, [RoleUse(*row[1:]) for row in rows]
 
     def models_asked(self, app: str = "") -> list[tuple[str, str]]:
-        """Role and model name of the calls of one application, or of all, each pair once. Calls of judges and calls
-        that proposed prompts are left out."""
+        """The pairs of a role and the name of the model that it asks, in one application, or in all without `app`.
+
+        Calls of judges and calls that proposed prompts are left out."""
         parameters = [JUDGING, REFLECTING]
         of_app = ""
         if app:
@@ -351,7 +353,7 @@ class Figures:
         return self.rows("SELECT role, status, count(*) FROM calls WHERE status != 'ok' GROUP BY 1, 2 ORDER BY 1, 2")
 
     def answered_by(self, policy: str) -> list[tuple[str, int]]:
-        """The number of calls that this policy answered, by role."""
+        """The number of calls that this policy answered, by role. Calls of `cotune check` do not count."""
         return self.rows(
             """SELECT role, count(*) FROM calls JOIN episodes ON episodes.id = calls.episode
             WHERE phase != 'check' AND policy = ?
@@ -360,7 +362,8 @@ class Figures:
         )
 
     def by_day(self, app: str = "") -> list[CallCount]:
-        """Calls of one application, or of all, by application, day, role and policy."""
+        """Calls of one application, or of all without `app`: a row for each application, day, role, policy and
+        version."""
         rows = self.rows(
             f"""SELECT app, role, coalesce(policy, ''), version, date(started, 'unixepoch') AS day, count(*),
                 count(*) FILTER (WHERE status != 'ok'), sum(prompt_tokens), sum(completion_tokens)
@@ -409,7 +412,8 @@ class Figures:
         return [episode for (episode,) in self.rows(sql)]
 
     def open_episodes(self, limit: int) -> list[tuple[str, int]]:
-        """Episodes without an end, the newest first, each with its number of calls: under way, or interrupted."""
+        """Ids of episodes without an end (under way, or interrupted), each with its number of calls. The newest come
+        first."""
         rows = self.rows(
             f"""SELECT episode, n FROM (SELECT episode, count(*) AS n FROM calls GROUP BY episode) AS found
             WHERE {NO_END} ORDER BY episode DESC LIMIT ?""",
@@ -571,14 +575,20 @@ class Figures:
         """
         names = NameList.of(episodes)
         wanted = _ascii_lower(text)
-        as_json, plain = _patterns(text)
+        json_pattern, plain_pattern = _patterns(text)
         hits: dict[str, str] = {}
+
+        # 1. The episodes themselves. LIKE also finds keys in their JSON, so the values are searched again.
         sql = f"SELECT id, body FROM episodes WHERE id {AMONG} AND body {_LIKE}"
-        for id, body in self.rows(sql, (names, as_json)):
+        for id, body in self.rows(sql, (names, json_pattern)):
             if _json_holds(body, wanted):
                 hits[str(id)] = ""
-        for (id,) in self.rows(f"{_FEEDBACK_TARGETS} {AMONG}", (plain, names)):
+
+        # 2. Feedback on the episodes.
+        for (id,) in self.rows(f"{_FEEDBACK_TARGETS} {AMONG}", (plain_pattern, names)):
             hits[str(id)] = ""
+
+        # 3. The calls of the other episodes.
         for episode, call in self._calls_holding(text, "episode", episodes, verdicts, hits):
             hits.setdefault(episode, call)
         return hits
@@ -588,20 +598,27 @@ class Figures:
         return {call for _, call in self._calls_holding(text, "id", calls, verdicts)}
 
     def _calls_holding(
-        self, text: str, column: str, chosen: Sequence[str], verdicts: dict[str, bool], hits: Container[str] = ()
+        self,
+        text: str,
+        column: Literal["id", "episode"],
+        ids: Sequence[str],
+        verdicts: dict[str, bool],
+        hits: Container[str] = (),
     ) -> Iterator[tuple[str, str]]:
-        """Episode and id of calls that hold a text: first the calls with it in answers, errors and feedback, then the
-        calls with it in their messages. `chosen` are the ids of the calls to search, or of their episodes, as `column`
-        (`id` or `episode`) says. If it is `episode`, one call of each episode is enough, and the episodes in `hits`
-        need none."""
-        names = NameList.of(chosen)
+        """Search a text in calls. Yields the episode and the id of each call that holds it.
+
+        `ids` are the ids of the calls to search, or with `column` "episode", of their episodes. Then one call of each
+        episode is enough, and the episodes in `hits` are not searched. `verdicts` remembers which messages hold the
+        text. Calls with the text in an answer, an error or feedback come before the calls with it in a message.
+        """
+        names = NameList.of(ids)
         wanted = _ascii_lower(text)
-        as_json, plain = _patterns(text)
+        json_pattern, plain_pattern = _patterns(text)
 
         # 1. Feedback. It is given to candidates, whose ids are the call's id, "." and a number.
         feedback = f"{_FEEDBACK_TARGETS} > calls.id || '.' AND target < calls.id || '/'"
         sql = f"SELECT id FROM calls WHERE {column} {AMONG} AND EXISTS ({feedback})"
-        in_feedback = {id for (id,) in self.rows(sql, (names, plain))}
+        in_feedback = {id for (id,) in self.rows(sql, (names, plain_pattern))}
 
         # 2. Errors and answers. SQL searches the JSON texts, which is quick but also finds keys. Then the values of the
         #    hits are searched.
@@ -609,7 +626,7 @@ class Figures:
             WHERE {column} {AMONG} ORDER BY episode, step"""
         messages_of_calls: dict[tuple[str, str], Sequence[str]] = {}
         episodes_with_hit: set[str] = set()
-        for episode, id, body, answers in self.rows(sql, (as_json, names)):
+        for episode, id, body, answers in self.rows(sql, (json_pattern, names)):
             if column == "episode" and (episode in hits or episode in episodes_with_hit):
                 continue
             call = _decode_json(body, _SearchedCall, _SearchedCall())
@@ -620,15 +637,20 @@ class Figures:
             else:
                 messages_of_calls[str(episode), str(id)] = call.messages
 
-        # 3. The messages of the other calls.
+        # 3. The messages of the other calls. Each message is searched once, however many calls have it.
         if column == "episode":
-            messages_of_calls = {key: m for key, m in messages_of_calls.items() if key[0] not in episodes_with_hit}
-        messages_to_search = {message for messages in messages_of_calls.values() for message in messages}
+            for episode, call_id in list(messages_of_calls):
+                if episode in episodes_with_hit:
+                    del messages_of_calls[episode, call_id]
+        messages_to_search: set[str] = set()
+        for messages in messages_of_calls.values():
+            messages_to_search.update(messages)
         for part in in_parts(messages_to_search - verdicts.keys()):
             marks = ",".join("?" * len(part))
             sql = f"SELECT id, body FROM messages WHERE id IN ({marks}) AND body {_LIKE}"
             verdicts.update(dict.fromkeys(part, False))
-            verdicts.update((id, _json_holds(body, wanted)) for id, body in self.rows(sql, (*part, as_json)))
+            for id, body in self.rows(sql, (*part, json_pattern)):
+                verdicts[id] = _json_holds(body, wanted)
         for (episode, call_id), messages in messages_of_calls.items():
             if any(verdicts[message] for message in messages):
                 yield episode, call_id

@@ -26,8 +26,8 @@ _DRAWN = COLUMNS["calls"].index("drawn")
 
 
 def among(execute: Execute, select: str, column: str, names: Iterable[str], sql_suffix: str = "") -> list[Row]:
-    """Rows of the query `select` in which a column is one of these names. `sql_suffix` follows the condition, for
-    example an ORDER BY; it applies to each query, of which many names need several."""
+    """Rows of the query `select` in which a column has one of these names. `sql_suffix` follows the condition, for
+    example an ORDER BY. Many names are cut into several queries, and it applies to each of them."""
     rows: list[Row] = []
     for part in in_parts(set(names)):
         marks = ",".join("?" * len(part))
@@ -104,35 +104,40 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
 
 
 def join_keys(execute: Execute, tables: Tables) -> None:
-    """Copy the rewards and texts for a key to the episodes with this key: new rewards to stored and new episodes, and
-    stored rewards to new episodes."""
+    """Copy the rewards and texts whose target is a key to the episodes with this key, as new rows in `tables`.
+
+    A key is a name that an application gives to an episode, for example the number of an order. New rewards are copied
+    to stored and to new episodes, stored rewards only to new episodes.
+    """
+    # 1. The new episodes by the target that stands for their key.
     new_episodes: dict[str, list[str]] = {}
     for row in tables["episodes"]:
         if row[_KEY]:
-            new_episodes.setdefault(key_target(row[AT["episodes"]], row[_KEY]), []).append(row[0])
+            target = key_target(row[AT["episodes"]], row[_KEY])
+            new_episodes.setdefault(target, []).append(row[0])
 
-    # All episodes of each key with a new reward.
+    # 2. All episodes, new and stored, of each key with a new reward. The first column of a reward is its target.
     targets: set[str] = set()
     for table in _REWARDS:
         targets.update(row[0] for row in tables[table] if row[0].startswith(KEY))
-    episodes_of = {target: set(new_episodes.get(target, ())) for target in targets}
-    keys_of_apps: dict[str, list[str]] = {}
+    episodes_of_target = {target: set(new_episodes.get(target, ())) for target in targets}
+    keys_of_app: dict[str, list[str]] = {}
     for target in targets:
         app = key_app(target)
-        keys_of_apps.setdefault(app, []).append(target.removeprefix(key_target(app, "")))
-    for app, keys in keys_of_apps.items():
+        keys_of_app.setdefault(app, []).append(target.removeprefix(key_target(app, "")))
+    for app, keys in keys_of_app.items():
         for key, id in episodes_with_keys(execute, "key, id", app, keys):
-            episodes_of[key_target(app, key)].add(id)
+            episodes_of_target[key_target(app, key)].add(id)
 
-    # The first column of a reward is its target.
+    # 3. A copy of each reward for each of its episodes.
     for table in _REWARDS:
         rows = tables[table]
         columns = ", ".join(COLUMNS[table])
-        rewards_of_keys = [row for row in rows if row[0].startswith(KEY)]
-        for key_target_id, *others in rewards_of_keys:
-            rows += [[id, *others] for id in episodes_of[key_target_id]]
-        for key_target_id, *others in among(execute, f"SELECT {columns} FROM {table}", "target", new_episodes):
-            rows += [[id, *others] for id in new_episodes[key_target_id]]
+        new_rewards = [row for row in rows if row[0].startswith(KEY)]
+        for target, *other_columns in new_rewards:
+            rows += [[id, *other_columns] for id in episodes_of_target[target]]
+        for target, *other_columns in among(execute, f"SELECT {columns} FROM {table}", "target", new_episodes):
+            rows += [[id, *other_columns] for id in new_episodes[target]]
 
 
 def episodes_with_keys(

@@ -100,23 +100,26 @@ class SqliteDatabase:
         return self._db.execute(sql, parameters).fetchall()
 
     def insert(self, table: str, values: Sequence[Any]) -> None:
-        """Insert rows. Their numbers (rowid) are higher than the numbers of all earlier rows, deleted rows included."""
-        # SQLite gives a deleted highest number to the next row. Readers that continue after a number would miss that
-        # row.
-        last = self._deleted_last(table) if values else 0
-        if not last:
+        """Insert rows, from the values of all rows one after another.
+
+        The new row numbers (SQLite's rowid) are higher than the numbers of all earlier rows, deleted rows included.
+        Readers continue after the last number that they have read.
+        """
+        deleted_number = self._number_of_deleted_last_row(table) if values else 0
+        if not deleted_number:
             self._insert(table, values)
             return
-        # A blank row with the deleted number, until the new rows are inserted, so that they get higher numbers.
+        # SQLite would give the number of the deleted row to the first new row. A blank row has it meanwhile.
         columns = COLUMNS[table]
-        blank = ",".join("''" for _ in columns)
-        self._db.execute(f"INSERT INTO {table} (rowid, {','.join(columns)}) VALUES (?, {blank})", (last,))
+        blanks = ",".join("''" for _ in columns)
+        sql = f"INSERT INTO {table} (rowid, {','.join(columns)}) VALUES (?, {blanks})"
+        self._db.execute(sql, (deleted_number,))
         try:
             self._insert(table, values)
         finally:
-            self._db.execute(f"DELETE FROM {table} WHERE rowid = ?", (last,))
+            self._db.execute(f"DELETE FROM {table} WHERE rowid = ?", (deleted_number,))
 
-    def _deleted_last(self, table: str) -> int:
+    def _number_of_deleted_last_row(self, table: str) -> int:
         """The number of the table's last row if it was deleted; else 0."""
         if table not in _NUMBERED:
             return 0
@@ -125,18 +128,20 @@ class SqliteDatabase:
         return row[0] if row else 0
 
     def _insert(self, table: str, values: Sequence[Any]) -> None:
-        """Insert rows with few statements of few sizes, as SQLite compiles each size once.
+        """Insert rows in few statements, each with a power of two as its number of rows.
 
-        The number of rows is always a power of two. Copies of the last row fill the rest; inserting a row twice
-        changes nothing.
+        SQLite compiles a statement once for each number of rows, so there must be few different numbers. Copies of the
+        last row fill a statement; inserting a row twice changes nothing.
         """
         width = len(COLUMNS[table])
-        most = 1 << (MOST_VALUES // width).bit_length() - 1  # the highest power of two that fits
-        for start in range(0, len(values), most * width):
-            part = values[start : start + most * width]
-            rows = len(part) // width
-            size = 1 << (rows - 1).bit_length()
-            self._db.execute(insertion(table, size), [*part, *list(part[-width:]) * (size - rows)])
+        # The highest power of two that fits: 2 ** (bits - 1) is the highest one that is not above a number.
+        max_rows = 2 ** ((MOST_VALUES // width).bit_length() - 1)
+        for start in range(0, len(values), max_rows * width):
+            part = values[start : start + max_rows * width]
+            n_rows = len(part) // width
+            n_with_copies = 2 ** (n_rows - 1).bit_length()  # the next power of two
+            last_row = list(part[-width:])
+            self._db.execute(insertion(table, n_with_copies), [*part, *last_row * (n_with_copies - n_rows)])
 
     def widen(self) -> None:
         # Pages that do not fit the cache are written to the log, even if a later row of the transaction empties them.
@@ -150,7 +155,7 @@ class SqliteDatabase:
             self._db.execute("ROLLBACK")
 
     def pause(self) -> list[str]:
-        warnings = self._fold()
+        warnings = self._move_log_into_file()
         self._version_at_pause = self._data_version()
         return warnings
 
@@ -159,9 +164,11 @@ class SqliteDatabase:
         return self._is_in_place() and version is not None and version == self._version_at_pause
 
     def close(self) -> list[str]:
-        """Close the connection after folding its log into the file. Returns warnings."""
-        # During a pause there is nothing to move, and another process may use the file.
-        warnings = self._fold() if self._version_at_pause is None else []
+        """Close the connection after moving the write-ahead log into the file. Returns warnings for people."""
+        warnings: list[str] = []
+        is_paused = self._version_at_pause is not None
+        if not is_paused:  # during a pause there is nothing to move, and another process may use the file
+            warnings = self._move_log_into_file()
         if not self._is_in_place() and Path(self.name + "-wal").exists():
             # This is the log of another file with the same name, perhaps in use. On closing, SQLite would delete it.
             leave_open(self._db)
@@ -169,14 +176,16 @@ class SqliteDatabase:
             self._db.close()
         return warnings
 
-    def _fold(self) -> list[str]:
-        """Move the log into the file, so that the one file holds all records. Returns warnings for people."""
+    def _move_log_into_file(self) -> list[str]:
+        """Move the write-ahead log (the -wal file) into the file, so that one file holds all records. Returns warnings
+        for people."""
         warnings = []
         try:
+            # Wait for readers for one second instead of the usual five.
             self._db.execute("PRAGMA busy_timeout = 1000")
-            ((busy, _, _),) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            ((has_reader, _, _),) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._db.execute("PRAGMA busy_timeout = 5000")
-            if busy:
+            if has_reader:
                 warnings.append("a reader holds it, so records are left in its -wal file: copy both")
         except sqlite3.Error as error:
             warnings.append(f"records are left in its -wal file: copy both ({error})")
@@ -190,7 +199,8 @@ def connect_writer(path: Path) -> sqlite3.Connection:
     """
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
     try:
-        if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        (n_tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if n_tables:
             check(db, path)
             db.execute("PRAGMA journal_mode = WAL")
         else:
@@ -211,13 +221,14 @@ def connect_writer(path: Path) -> sqlite3.Connection:
 
 
 def _can_be_shared(path: Path) -> bool:
-    """Whether readers can keep their index next to the file.
+    """Whether readers can share the file with a writer, for which SQLite needs an index file next to it.
 
-    They cannot in a folder without write permission. There, nobody writes the file either, unless it has a log.
+    Without write permission in the folder they can only if the index exists, or if a writer has left a log.
     """
-    log, index = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
-    writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
-    return writable or index.exists() or (log.exists() and log.stat().st_size > 0)
+    log = path.with_name(f"{path.name}-wal")
+    index = path.with_name(f"{path.name}-shm")
+    is_writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+    return is_writable or index.exists() or (log.exists() and log.stat().st_size > 0)
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:
@@ -237,7 +248,7 @@ def connect_empty() -> sqlite3.Connection:
 
 
 def version_of(db: sqlite3.Connection, path: Path) -> int:
-    """The version of a records file. Raises RunError for another file."""
+    """The version of the tables in a records file. Raises RunError if `db` is not a records file."""
     try:
         application = db.execute("PRAGMA application_id").fetchone()[0]
         version: int = db.execute("PRAGMA user_version").fetchone()[0]
@@ -249,7 +260,7 @@ def version_of(db: sqlite3.Connection, path: Path) -> int:
 
 
 def check(db: sqlite3.Connection, path: Path) -> None:
-    """Raises RunError unless this is a records file of this version."""
+    """Raise RunError unless this is a records file of this version."""
     version = version_of(db, path)
     if version != VERSION:
         remedy = "Use the cotune that wrote it, or start a new run folder."

@@ -63,7 +63,8 @@ class SqlStore(Store, Generic[Reader]):
     def __init__(
         self, address: str, connect: Callable[[], Reader], writer: Writer | None, lock: FileLock | None
     ) -> None:
-        """`address` is for people; `connect` opens a connection that reads."""
+        """`address` names the store in messages, and `connect` opens a connection that reads. `writer` and `lock` are
+        None for a store that is open for reading only."""
         self.address = address
         self._writer = writer
         self._lock = lock
@@ -109,12 +110,13 @@ class SqlStore(Store, Generic[Reader]):
         return StoreHealth(writer.failing, writer.lost, self._unreadable, writer.refused, writer.foreign)
 
     def episodes(self, filters: EpisodeFilters = EVERYTHING) -> Iterator[Episode]:
-        """Episodes that match, by id. Read in pages, so that the store may be written between two of them."""
-        condition, parameters = filters.where()
-        where = condition.replace("WHERE", " AND", 1)
+        """The episodes that match, in the order of their ids. They are read in pages, so that the store may be written
+        between two of them."""
+        where, parameters = filters.where()
+        more_conditions = where.replace("WHERE", " AND", 1)
         last_id = ""
         while True:
-            sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{where} ORDER BY id LIMIT {PAGE}"
+            sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{more_conditions} ORDER BY id LIMIT {PAGE}"
             page = self.rows(sql, (last_id, *parameters))
             previous_id = last_id
             if page:
@@ -183,8 +185,8 @@ class SqlStore(Store, Generic[Reader]):
         self._write_ledger(lambda transaction: transaction.release(training_step))
 
     def _write_ledger(self, do: Callable[[Transactions], None]) -> None:
-        """Write to the ledger of consumed groups and wait for the commit. Unlike a lost record, a failure stops the
-        run: RecordError."""
+        """Write to the ledger of the groups that were trained on, and wait for the commit. Raises RecordError if it
+        fails, because the run must then stop, unlike after a lost record."""
         try:
             self.act(do)
         except StoreFailure as error:
@@ -213,7 +215,8 @@ class SqlStore(Store, Generic[Reader]):
         return totals
 
     def pause(self) -> bool:
-        """Flush, and allow other processes to write without closing this store. Do not write to it until `resume`.
+        """Commit everything, and allow other processes to write while this store stays open. Do not write to it until
+        `resume` has returned True.
 
         Returns whether this was possible. If not, close the store."""
         if self._writer is None or not self._writer.pause():
@@ -223,8 +226,8 @@ class SqlStore(Store, Generic[Reader]):
         return True
 
     def resume(self) -> bool:
-        """Allow writing again after `pause`. Returns whether the store is as this process left it. If not, close it and
-        open it again. Raises RunError while another process writes."""
+        """Allow writing to this store again after `pause`. Returns whether that is possible: no other process has
+        changed it meanwhile. If not, close it and open it again. Raises RunError while another process writes."""
         # Checked before the lock too: taking it would create a lock file even if the records were removed.
         if self._writer is None or not self._writer.is_unchanged():
             return False
@@ -237,7 +240,7 @@ class SqlStore(Store, Generic[Reader]):
 
     @contextmanager
     def _reader(self) -> Iterator[Reader]:
-        """A connection for a single read, from a pool. It is never the connection of the writer."""
+        """A block with a connection for one read, from a pool. It is never the connection of the writer."""
         if not self._shut.alive:
             raise RunError(f"The store {self.address} is closed.", "Open it again to read.")
         try:
@@ -262,12 +265,12 @@ class SqlStore(Store, Generic[Reader]):
         if self._writer:
             self._writer.abandon()
 
-    def _decode_rows(self, make: Callable[..., Value], rows: Iterable[Sequence[Any]]) -> list[Value]:
-        """The records that `make` decodes from the columns of rows. Broken rows are left out and counted."""
+    def _decode_rows(self, decode: Callable[..., Value], rows: Iterable[Sequence[Any]]) -> list[Value]:
+        """The records that `decode` makes from the columns of each row. Broken rows are left out and counted."""
         records: list[Value] = []
         for columns in rows:
             try:
-                records.append(make(*columns))
+                records.append(decode(*columns))
             except (ValueError, TypeError, struct.error, RecursionError) as error:
                 self._unreadable += 1
                 if self._unreadable == 1:

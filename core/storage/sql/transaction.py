@@ -95,8 +95,8 @@ class Transactions:
     def __init__(
         self, database: Database, report: Callable[[str, Exception | None], None], forget: Callable[[], None]
     ) -> None:
-        """`report` is called with a text and its cause, for warnings. `forget` is called when messages, images or
-        segments were deleted: the store then forgets which ones it has written."""
+        """`report` logs a warning: it takes a text and the exception that caused it. `forget` is called when messages,
+        images or segments were deleted: the writer then forgets which ones are stored."""
         self._db = database
         self.widen = database.widen
         self.forget = forget
@@ -109,8 +109,11 @@ class Transactions:
         return self._db.execute(sql, parameters)
 
     def load(self, table: str, rows: Sequence[Row]) -> int:
-        """Insert rows of another store. Rewards are inserted even if their group has been consumed. Returns the number
-        of rows that could not be stored."""
+        """Insert rows that another store has. Returns the number of rows that could not be stored.
+
+        Rewards are inserted even if their group has been trained on. Of the rewards with one name, the latest is in the
+        table, and the others are in the table `replaced`.
+        """
         new_rows: list[list[Any]] = [list(row) for row in rows]
         replaced: dict[tuple[Any, ...], list[Any]] = {}
         if table in ("rewards", "feedback"):
@@ -121,18 +124,20 @@ class Transactions:
         return len(broken)
 
     def write_rows(self, tables: Mapping[str, list[Any]]) -> WrittenRows:
-        """Insert rows. Left out are rows that no store can hold, rewards that come too late, and records for an episode
-        of another application.
+        """Insert rows, and return which rows were left out: rows that no store can hold, rewards for groups that have
+        been trained on, and records for an episode of another application.
 
-        `tables` holds the values of each table's rows, one after another. Most transactions insert them as they are;
-        only tables that need a decision per row are cut into rows.
+        `tables` holds the values of each table's rows, one after another. Only tables that need a decision for each row
+        are cut into lists, one for each row; the others are inserted as they are.
         """
         written = WrittenRows()
         rows = {table: _rows(table, tables[table]) for table in ("rewards", "feedback")}
 
-        # 1. Records that name their application: is it the owner of the episode?
-        any_app = any(any(tables[table][column :: WIDTHS[table]]) for table, column in AT.items())
-        if any_app:
+        # 1. Records that name an application are left out if it does not own the episode.
+        names_app = False
+        for table, column in AT.items():
+            names_app = names_app or any(tables[table][column :: WIDTHS[table]])
+        if names_app:
             rows |= {table: _rows(table, tables[table]) for table in ("calls", "episodes")}
             all_rows = {table: [*rows[table]] for table in rows}
             written.counted["foreign"] = leave_out_others(self._db.execute, rows)
@@ -141,11 +146,11 @@ class Transactions:
                     written.leave_out("foreign", table, all_rows[table], rows[table])
 
         # 2. Rewards for a key of the application are copied to the episodes with this key.
-        if any_app or any(row[0].startswith(KEY) for row in rows["rewards"] + rows["feedback"]):
+        if names_app or any(row[0].startswith(KEY) for row in rows["rewards"] + rows["feedback"]):
             rows.setdefault("episodes", _rows("episodes", tables["episodes"]))
             join_keys(self._db.execute, rows)
 
-        # 3. Rewards whose group has been consumed are refused. Of the others, the latest of each name is stored.
+        # 3. Rewards whose group has been trained on are refused. Of the others, the latest of each name is stored.
         replaced: dict[tuple[Any, ...], list[Any]] = {}
         if rows["rewards"] or rows["feedback"]:
             for table in ("rewards", "feedback"):
@@ -157,9 +162,10 @@ class Transactions:
                 rows[table] = self._latest(table, admitted, replaced)
         rows["replaced"] = [*replaced.values()]
 
-        # 4. Everything else is inserted as it is.
+        # 4. Insert what remains.
         for table, values in {**tables, "replaced": []}.items():
-            broken = self._insert(table, _values(rows[table]) if table in rows else values)
+            remaining = _values(rows[table]) if table in rows else values
+            broken = self._insert(table, remaining)
             written.leave_out("lost", table, broken, [])
             written.counted["lost"] += len(broken)
         return written
@@ -183,8 +189,12 @@ class Transactions:
         return []
 
     def _latest(self, table: str, rows: list[list[Any]], replaced: dict[tuple[Any, ...], list[Any]]) -> list[list[Any]]:
-        """The latest row of each target and name, from rows of rewards or of their texts. Older rows, stored or new,
-        are added to `replaced`."""
+        """The rows to store of new `rows` of rewards, or of their texts: the latest one for each target and name, if it
+        is not stored yet.
+
+        Older rows, stored or new, are added to `replaced`, which has the rows of the table `replaced` by target, name
+        and time.
+        """
         time = COLUMNS[table].index("at")
         stored: dict[tuple[str, str], list[Any]] = {}
         latest: dict[tuple[str, str], list[Any]] = {}
@@ -193,23 +203,27 @@ class Transactions:
             if isinstance(row[time], float | int):  # another type is a broken row
                 stored[row[0], row[1]] = list(row)
         for new in rows:
-            name = (new[0], new[1])
-            older = latest.get(name) or stored.get(name)
+            target, name = new[:2]
             newer = new
+            older = latest.get((target, name)) or stored.get((target, name))
             if older is not None and newer[time] < older[time]:
                 older, newer = newer, older
             if older is not None and older[time] != newer[time]:
-                # A reward and its text are replaced together: they share a row of `replaced`.
-                entry = replaced.setdefault((*name, older[time]), [*name, older[time], None, None, older[-1]])
+                # A reward and its text are replaced together. They share a row of `replaced`, which has the columns
+                # target, name, at, value, text and app.
+                old_time = older[time]
+                old_app = older[-1]
+                entry = replaced.setdefault((target, name, old_time), [target, name, old_time, None, None, old_app])
                 entry[3 if table == "rewards" else 4] = older[2]
-            latest[name] = newer
-        return [row for name, row in latest.items() if row != stored.get(name)]
+            latest[target, name] = newer
+        return [row for key, row in latest.items() if row != stored.get(key)]
 
     def _admit(self, rows: list[list[Any]]) -> list[list[Any]]:
-        """The rows of rewards, or of their texts, that may still be stored: their group has not been trained on.
+        """The rows of rewards, or of their texts, that may still be stored, because their group has not been trained
+        on.
 
-        The table `consumed` names what was trained on: the target itself, or the call if the target is one of its
-        candidates.
+        The table `consumed` names the groups that were trained on: each target of a reward, or only the call if the
+        target is one of its candidates.
         """
         names_of_rows: list[set[str]] = []
         for row in rows:
@@ -225,14 +239,19 @@ class Transactions:
         self._db.execute("DELETE FROM consumed WHERE training_step >= ?", [step])
 
     def consume(self, groups: Sequence[tuple[str, Sequence[str]]], step: int) -> None:
-        """Enter groups, with their members, that a training step consumed."""
-        names = {group for group, _ in groups}
-        targets = set(names)
-        for _, members in groups:
-            targets.update(members)
-        self._db.insert("consumed", _values([name, step, int(name in names)] for name in targets))
-        # Rewards for the episodes of these candidates are refused too.
-        for part in in_parts({name.rpartition(".")[0] or name for name in targets}):
+        """Enter the groups that a training step trained on into the table `consumed`, so that later rewards for them
+        are refused. Each group is an id with the ids of its members."""
+        group_ids: set[str] = set()
+        targets: set[str] = set()
+        for group, members in groups:
+            group_ids.add(group)
+            targets.update((group, *members))
+        rows = [[target, step, int(target in group_ids)] for target in targets]
+        self._db.insert("consumed", _values(rows))
+        # Rewards for the episodes of these candidates are refused too. The id of a candidate is the call's id, "." and
+        # a number.
+        calls = {target.rpartition(".")[0] or target for target in targets}
+        for part in in_parts(calls):
             marks = ",".join("?" * len(part))
             episodes = f"SELECT DISTINCT episode, CAST(? AS INTEGER), 0 FROM calls WHERE id IN ({marks})"
             self._db.execute(f"INSERT INTO consumed {episodes} ON CONFLICT (target) DO NOTHING", [step, *part])

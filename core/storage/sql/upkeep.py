@@ -22,9 +22,9 @@ from cotune.storage.sql.store import SqlStore
 from cotune.storage.sql.transaction import Transactions
 
 _PAGE = 500
-_DELETED = 2000
+_EPISODES_DELETED = 2000
 """Episodes that one transaction deletes."""
-_SWEPT = 20_000
+_ROWS_DELETED = 20_000
 """Messages, images or segments that one transaction deletes."""
 _STRING = re.compile(r'"([^"\\]*)"')
 _IMAGE = re.compile(r"sha256,([0-9a-f]{64})")
@@ -52,7 +52,11 @@ def prune(store: Store, before: float, *, app: str = "", keep_trained: bool = Fa
     """
     sql_store = _in_sql(store)
     sql_store.act(lambda transaction: transaction.widen())
+
+    # 1. Whole months of episodes, if the database keeps each month in a table of its own.
     yield from sql_store.drop_months(before, app, keep_trained)
+
+    # 2. The other episodes, many in each transaction.
     is_old = "started < ?"
     parameters: list[Any] = [before]
     if app:
@@ -60,64 +64,74 @@ def prune(store: Store, before: float, *, app: str = "", keep_trained: bool = Fa
         parameters.append(app)
     is_untrained = " AND NOT EXISTS (SELECT 1 FROM consumed WHERE target = {})" if keep_trained else ""
     finished = f"""SELECT id FROM episodes WHERE id > ? AND {is_old}{is_untrained.format("episodes.id")}
-        ORDER BY id LIMIT {_DELETED}"""
+        ORDER BY id LIMIT {_EPISODES_DELETED}"""
     unfinished = f"""SELECT episode FROM (SELECT DISTINCT episode FROM calls WHERE episode > ?) AS found
         WHERE {NO_END} AND EXISTS (SELECT 1 FROM calls WHERE calls.episode = found.episode AND {is_old})
-        {is_untrained.format("found.episode")} ORDER BY episode LIMIT {_DELETED}"""
+        {is_untrained.format("found.episode")} ORDER BY episode LIMIT {_EPISODES_DELETED}"""
     for sql in (finished, unfinished):
         last = ""
         while ids := [id for (id,) in sql_store.rows(sql, [last, *parameters])]:
             last = ids[-1]
             yield sql_store.act(partial(delete_episodes, ids=ids))
 
-    # The time of last use (`at`) may be up to two days old: the writer and the source of the records each update it
-    # once a day. Rows that are older may be unused.
+    # 3. The messages, images and segments that only they used. The time of last use (`at`) may be up to two days old:
+    #    the writer and the source of the records each update it once a day. Rows that are older may be unused.
     bound = before - 2 * DAY
     unused: dict[str, dict[str, None]] = {}
     for table in _SHARED:
         rows = sql_store.rows(f"SELECT id FROM {table} WHERE at < ?", [bound])
         unused[table] = dict.fromkeys(id for (id,) in rows)
-    yield from _sweep(sql_store, unused, "WHERE started < ?", [before])
+    yield from _delete_unused(sql_store, unused, where="WHERE started < ?", parameters=[before])
 
 
 def delete(store: Store, episodes: Iterable[str], key: tuple[str, str] | None = None) -> Mapping[str, int]:
-    """Delete episodes with everything that only they use, and the rewards for a key (the application and its key).
+    """Delete episodes with everything that only they use. `key` is an application and one of its keys, whose rewards
+    are deleted too.
 
     Returns the numbers of deleted rows by table. This reads all calls, to find messages that other episodes use.
     """
     sql_store = _in_sql(store)
     counts: Counter[str] = Counter()
+
+    # 1. The episodes, and the ids of the messages and segments that they use. `unused` holds ordered sets.
     unused: dict[str, dict[str, None]] = {table: {} for table in _SHARED}
     for part in in_parts(episodes):
-        for table, ids in sql_store.act(partial(_used_in, episodes=part)).items():
+        used = sql_store.act(partial(_used_by_episodes, episodes=part))
+        for table, ids in used.items():
             unused[table].update(dict.fromkeys(ids))
         counts.update(sql_store.act(partial(delete_episodes, ids=part)))
     if key is not None:
         sql_store.act(lambda transaction: delete_targets(transaction, [key_target(*key)]))
+
+    # 2. The images in these messages.
     for part in in_parts(unused["messages"]):
         for (body,) in among(sql_store.rows, "SELECT body FROM messages", "id", part):
             unused["images"].update(dict.fromkeys(_IMAGE.findall(body)))
-    for deleted in _sweep(sql_store, unused, "", []):
+
+    # 3. Of these messages, segments and images, the rows that no other record uses.
+    for deleted in _delete_unused(sql_store, unused, where="", parameters=[]):
         counts.update(deleted)
     return counts
 
 
-def _sweep(
+def _delete_unused(
     store: SqlStore[Any], unused: Mapping[str, dict[str, None]], where: str, parameters: Sequence[Any]
 ) -> Iterator[Mapping[str, int]]:
     """Delete the messages, images and segments in `unused` that no remaining record uses.
 
-    `unused` holds candidates for deletion by table, as ordered sets: deleting in the order of the table is quick. Only
-    calls and episodes that `where` chooses, with its `parameters`, are searched for uses.
+    `unused` holds the ids of rows that may be unused, by table, as ordered sets: deleting in the order of the table is
+    quick. Ids that turn out to be used are removed from it. The uses are searched in the calls and episodes that
+    `where` chooses, with its `parameters`. Yields the number of deleted rows by table after each transaction.
     """
-    newest_seen = store.figures().newest()
+    newest_searched = store.figures().newest()
     _spare_used(store, unused, where, parameters)
 
-    def delete_unused(transaction: Transactions, table: str, ids: Sequence[str]) -> Mapping[str, int]:
-        """Delete the rows of `table` among `ids` that are still unused. Returns their number by table."""
+    def delete_rows(transaction: Transactions, table: str, ids: Sequence[str]) -> Mapping[str, int]:
+        """Delete the rows of `table` with these `ids`, except rows that a newer episode uses. Returns their number by
+        table."""
         # Other processes may have written episodes since the search above. Spare the rows that these use.
         sql = "SELECT episode FROM calls WHERE rowid > ? UNION SELECT id FROM episodes WHERE rowid > ?"
-        new_episodes = [id for (id,) in transaction.execute(sql, newest_seen)]
+        new_episodes = [id for (id,) in transaction.execute(sql, newest_searched)]
         if new_episodes:
             used = _used_by(transaction.execute, new_episodes)
             for used_table, used_ids in used.items():
@@ -129,16 +143,17 @@ def _sweep(
         transaction.forget()
         return {table: len(still_unused)}
 
-    for table, candidates in unused.items():
-        ids = list(candidates)
-        for start in range(0, len(ids), _SWEPT):
-            yield store.act(partial(delete_unused, table=table, ids=ids[start : start + _SWEPT]))
+    for table in unused:
+        ids = list(unused[table])
+        for start in range(0, len(ids), _ROWS_DELETED):
+            yield store.act(partial(delete_rows, table=table, ids=ids[start : start + _ROWS_DELETED]))
 
 
 def _spare_used(
     store: SqlStore[Any], unused: Mapping[str, dict[str, None]], where: str, parameters: Sequence[Any]
 ) -> None:
-    """Remove the rows that a record uses from `unused`, the candidates for deletion. For the arguments see `_sweep`."""
+    """Remove the rows that a record uses from `unused`, the rows that may be deleted. For the arguments see
+    `_delete_unused`."""
     # 1. Messages that calls and episodes use.
     prompts: set[str] = set()
     if any(unused.values()) and store.rows(f"SELECT 1 FROM calls {where} LIMIT 1", parameters):
@@ -158,11 +173,12 @@ def _spare_used(
     # 3. Segments that prompts use, with all segments on their path to the root.
     if unused["segments"]:
         parents: dict[str, str | None] = dict(_pages(store, "segments", ("id", "parent"), "", []))
-        for leaf in [id for id in parents if id in prompts or id not in unused["segments"]]:
-            segment: str | None = leaf
+        used_segments = [id for id in parents if id in prompts or id not in unused["segments"]]
+        for used_segment in used_segments:
+            segment: str | None = used_segment
             while segment is not None and segment in parents:
                 _spare(unused["segments"], [segment])
-                segment = parents.pop(segment)
+                segment = parents.pop(segment)  # popped, so that a shared beginning is walked only once
 
 
 def _pages(
@@ -192,11 +208,6 @@ def _rows_of(store: SqlStore[Any], table: str, ids: Iterable[str], column: str =
     return among(store.rows, f"SELECT {', '.join(COLUMNS[table])} FROM {table}", by, ids)
 
 
-def _ids_in(store: SqlStore[Any], table: str, ids: Iterable[str]) -> set[str]:
-    """The ids among `ids` that a table has."""
-    return {id for (id,) in among(store.rows, f"SELECT id FROM {table}", "id", ids)}
-
-
 def size(store: Store, table: str) -> int:
     """Rows of a table."""
     sql_store = _in_sql(store)
@@ -224,21 +235,24 @@ class Copied:
 def copy(source: Store, target: Store, progress: Callable[[str, int], None], limit: int = _PAGE) -> Copied:
     """Copy all records and counters of one store into another, a page at a time.
 
-    Rows that the target has are skipped, so a copy that was stopped can be continued. `progress` is called with the
-    table and the number of its rows that are done.
+    Rows that the target has are skipped, so a copy that was stopped can be continued. After each page, `progress` is
+    called with the table and the number of rows in the page.
     """
     sql_source = _in_sql(source)
     sql_target = _in_sql(target)
     copied = Copied()
     for table in COPIED:
-        after: Sequence[Any] = ()
-        while read := page(source, table, after, limit, keys_only=table in _FIXED):
-            if table in _FIXED:
+        after: Sequence[Any] = ()  # the key of the last row of a page
+        is_fixed = table in _FIXED
+        while read := page(source, table, after, limit, keys_only=is_fixed):
+            if is_fixed:
+                # Rows that never change: read only their ids, and then the rows that the target does not have.
                 after = read[-1]
-                stored = _ids_in(sql_target, table, [id for (id,) in read])
-                rows = _rows_of(sql_source, table, [id for (id,) in read if id not in stored])
+                ids = [id for (id,) in read]
+                stored_ids = {id for (id,) in among(sql_target.rows, f"SELECT id FROM {table}", "id", ids)}
+                rows = _rows_of(sql_source, table, [id for id in ids if id not in stored_ids])
             else:
-                after = _key_of(table, read[-1])
+                after = tuple(read[-1][COLUMNS[table].index(column)] for column in key_columns(table))
                 rows = read
             genuine = [row for row in rows if _is_genuine(source, table, row)]
             copied.forged += len(rows) - len(genuine)
@@ -252,21 +266,23 @@ def copy(source: Store, target: Store, progress: Callable[[str, int], None], lim
 
 
 def copy_episodes(source: Store, target: Store, ids: Sequence[str]) -> None:
-    """Copy episodes with their calls, rewards, and the messages and segments that these use. Rows that the target has
-    already are left out.
+    """Copy episodes with their calls and rewards, and with the messages, images and segments that these use. Rows that
+    the target has already are left out.
 
-    Raises RunError if one of the stores is not in SQL, RecordError if a message is not what its id says, or if the
-    target cannot store a record.
+    Raises RunError if one of the stores is not in SQL. Raises RecordError if the id of a message or an image is not the
+    hash of its content, or if the target cannot store a record.
     """
     sql_source = _in_sql(source)
 
-    # Rewards are of an episode, or of the candidates of a call.
+    # 1. Read the rows of all tables. The target of a reward is an episode, or a candidate of a call.
     targets = list(ids)
     for call, drawn in among(sql_source.rows, "SELECT id, drawn FROM calls", "episode", ids):
         targets += [candidate_id(call, index) for index in range(drawn)]
     used = _used_by(sql_source.rows, ids)
     messages = _rows_of(sql_source, "messages", used["messages"])
-    images = {image for row in messages for value in row for image in _IMAGE.findall(str(value))}
+    images: set[str] = set()
+    for row in messages:
+        images.update(_IMAGE.findall(str(row)))
     by_table = {
         "images": _rows_of(sql_source, "images", images),
         "messages": messages,
@@ -276,10 +292,12 @@ def copy_episodes(source: Store, target: Store, ids: Sequence[str]) -> None:
         "rewards": _rows_of(sql_source, "rewards", targets),
         "feedback": _rows_of(sql_source, "feedback", targets),
     }
+
+    # 2. Write them.
     for table, table_rows in by_table.items():
         if not all(_is_genuine(source, table, row) for row in table_rows):
             cause = f"{source.address} has {table} whose ids are not the hashes of their contents."
-            raise RecordError(cause, "Somebody changed these records: take others.")
+            raise RecordError(cause, "Somebody changed these records. Copy other episodes.")
         lost = load(target, table, table_rows)
         if lost:
             cause = f"{target.address} could not store {lost} of {len(table_rows)} rows of {table}."
@@ -315,33 +333,29 @@ def _is_genuine(source: Store, table: str, row: Row) -> bool:
     return True
 
 
-def _key_of(table: str, row: Row) -> Row:
-    """The values of a row that identify it."""
-    return tuple(row[COLUMNS[table].index(column)] for column in key_columns(table))
-
-
 def _spare(unused: dict[str, None], ids: Iterable[str]) -> None:
-    """Remove ids that are used from the candidates for deletion."""
+    """Remove `ids`, which are used, from the rows that may be deleted."""
     for id in ids:
         unused.pop(id, None)
 
 
 def delete_episodes(transaction: Transactions, ids: Sequence[str]) -> Mapping[str, int]:
     """Delete episodes with their calls and rewards; return the numbers of episodes and calls."""
-    asked = [NameList.of(ids)]
-    calls = transaction.execute(f"SELECT id, drawn FROM calls WHERE episode {AMONG}", asked)
-    ((n_episodes,),) = transaction.execute(f"SELECT count(*) FROM episodes WHERE id {AMONG}", asked)
+    parameters = [NameList.of(ids)]
+    calls = transaction.execute(f"SELECT id, drawn FROM calls WHERE episode {AMONG}", parameters)
+    ((n_episodes,),) = transaction.execute(f"SELECT count(*) FROM episodes WHERE id {AMONG}", parameters)
+    # Rewards name an episode, a call or a candidate of a call as their target.
     targets = [*ids]
     for call, drawn in calls:
         targets.append(call)
         targets += [candidate_id(call, index) for index in range(drawn)]
     delete_targets(transaction, targets)
-    transaction.execute(f"DELETE FROM calls WHERE episode {AMONG}", asked)
-    transaction.execute(f"DELETE FROM episodes WHERE id {AMONG}", asked)
+    transaction.execute(f"DELETE FROM calls WHERE episode {AMONG}", parameters)
+    transaction.execute(f"DELETE FROM episodes WHERE id {AMONG}", parameters)
     return {"episodes": n_episodes, "calls": len(calls)}
 
 
-def _used_in(transaction: Transactions, episodes: Sequence[str]) -> dict[str, set[str]]:
+def _used_by_episodes(transaction: Transactions, episodes: Sequence[str]) -> dict[str, set[str]]:
     return _used_by(transaction.execute, episodes)
 
 
@@ -355,6 +369,7 @@ def _used_by(execute: Execute, episodes: Sequence[str]) -> dict[str, set[str]]:
         strings.update(_STRING.findall(str(body)))
     used: dict[str, set[str]] = {table: set() for table in _SHARED}
     used["messages"] = {id for (id,) in among(execute, "SELECT id FROM messages", "id", strings)}
+    # A prompt is a path of segments: the last one, its parent, and so on to the root.
     segments = {prompt for _, prompt in calls if prompt}
     while segments:
         used["segments"] |= segments

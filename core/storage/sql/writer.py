@@ -55,7 +55,12 @@ class Batch:
     def __init__(self) -> None:
         """An empty batch. It takes the records that share one transaction."""
         self.tables: dict[str, list[Any]] = {table: [] for table in WIDTHS}
-        self.count = self.bytes = self.puts = 0
+        self.count = 0
+        """Number of its records."""
+        self.bytes = 0
+        """Estimated size of its rows."""
+        self.puts = 0
+        """Number of calls of `put` and `commit` whose records are in it."""
         self.retained = 0
         """Number of its records that the sender retains until they are committed: these cannot be lost."""
         self.counts: Counter[str] = Counter()
@@ -164,8 +169,9 @@ class Writer:
         Returns the records that were left out, by the name of their counter. Raises RunError if they could not be
         stored."""
         batch, refusal = self._enqueue(records, counts, retained=True)
-        if batch is None and refusal is None:
-            # At least one of them cannot be encoded. The others are committed together.
+        is_encoded = batch is not None or refusal is not None
+        if not is_encoded:
+            # At least one record cannot be encoded. The others are committed together.
             broken: list[Record] = []
             valid: list[Record] = []
             for record in records:
@@ -196,8 +202,12 @@ class Writer:
     def _enqueue(
         self, records: Sequence[Record], counts: Mapping[str, int] | None = None, retained: bool = False
     ) -> tuple[Batch | None, str | None]:
-        """Add records to the queue. Returns the batch that holds them and the reason if they cannot be queued; both are
-        None if they cannot be encoded."""
+        """Encode records and add them to the last batch of the queue, or to a new one. For the other arguments see
+        `commit` and `Batch.retained`.
+
+        Returns the batch that holds the records, or None and the reason why the queue refuses them. Both are None if a
+        record cannot be encoded.
+        """
         stored_ids = () if self._db.shared else self._stored_ids
         try:
             try:
@@ -208,37 +218,41 @@ class Writer:
             if not retained:  # `commit` tries the records one by one
                 self._lose(len(records), "a record cannot be encoded", error)
             return None, None
-        batch = None
         with self._lock:
             refusal = self._refusal()
-            if refusal is None:
-                last = self._queue[-1] if self._queue else None
-                if isinstance(last, Batch) and last.count < BATCH_RECORDS:
-                    batch = last
-                else:
-                    batch = Batch()
-                    self._queue.append(batch)
-                for table, row in rows:
-                    batch.tables[table].extend(row)
-                batch.counts.update(counts or {})
-                batch.count += len(records)
-                batch.retained += len(records) if retained else 0
-                batch.bytes += size
-                batch.puts += 1
-                self._records += len(records)
-                self._bytes += size
-                self._queued += 1
-                self._since = min(self._since, batch.since)
-                if self._idle or self._records >= BATCH_RECORDS:
-                    self._changed.notify_all()
-                if time.monotonic() - self._since > LATE and not self._failing:
-                    self._changed.wait(YIELD)  # gives the writer's thread a turn, see LATE
-        return batch, refusal
+            if refusal is not None:
+                return None, refusal
+            last = self._queue[-1] if self._queue else None
+            if isinstance(last, Batch) and last.count < BATCH_RECORDS:
+                batch = last
+            else:
+                batch = Batch()
+                self._queue.append(batch)
+            for table, row in rows:
+                batch.tables[table].extend(row)
+            batch.counts.update(counts or {})
+            batch.count += len(records)
+            if retained:
+                batch.retained += len(records)
+            batch.bytes += size
+            batch.puts += 1
+            self._records += len(records)
+            self._bytes += size
+            self._queued += 1
+            self._since = min(self._since, batch.since)
+            if self._idle or self._records >= BATCH_RECORDS:
+                self._changed.notify_all()
+            if time.monotonic() - self._since > LATE and not self._failing:
+                self._changed.wait(YIELD)  # gives the writer's thread a turn, see LATE
+        return batch, None
 
     def act(self, act: Act) -> str | None:
-        """Run an act after everything queued; return the reason if it failed, or None."""
+        """Run an act, a change of the store by a function, after everything that is queued, and wait for it.
+
+        Returns the reason if it failed, or None.
+        """
         with self._changed:
-            if refusal := self._refusal(full=False):
+            if refusal := self._refusal(may_overfill=True):
                 return refusal
             self._queue.append(act)
             self._queued += 1
@@ -255,8 +269,8 @@ class Writer:
             self._changed.wait_for(lambda: self._done >= target or not self._thread.is_alive())
 
     def pause(self) -> bool:
-        """Commit the queue and leave the database to other writers for a while. Returns whether all is committed. Put
-        nothing until `is_unchanged` has returned True."""
+        """Commit the queue and leave the database to other writers for a while. Returns False if some records or counts
+        could not be committed. Put nothing until `is_unchanged` has returned True."""
         if self._closing:
             return False
         self.flush()
@@ -290,52 +304,66 @@ class Writer:
         self._changed = threading.Condition(self._lock)
         self._forked = self._closing = True
 
-    def _refusal(self, full: bool = True) -> str | None:
-        """The reason why a record cannot be queued now; None if it can. A full queue is waited for once.
+    def _refusal(self, *, may_overfill: bool = False) -> str | None:
+        """The reason why nothing can be queued now; None if it can. With `may_overfill`, a full queue is no reason.
 
-        With `full` False, a full queue is no reason: an act (a change of the store) may overfill it.
+        If the queue is full, this waits up to `PUT_TIMEOUT` for room. After such a wait without success, further calls
+        do not wait until there is room again.
         """
         if self._bytes > QUEUE_BYTES and not (self._failing or self._stalled):
             has_room = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PUT_TIMEOUT)
             self._stalled = not has_room
         if self._closing:
             return "the store was opened by the parent process" if self._forked else "the store is closed"
-        if self._bytes > QUEUE_BYTES and full:
+        if self._bytes > QUEUE_BYTES and not may_overfill:
             return "the queue is full, the disk is too slow or cannot be written"
         self._stalled = False
         return None
 
     def _run(self) -> None:
-        """The thread of the writer: commit batches and acts in their order until the writer is closed and the queue is
-        empty."""
+        """The main function of the writer's thread.
+
+        It commits batches of records, and acts (functions that change the store), in the order of the queue. It ends
+        when the writer is closed and the queue is empty.
+        """
         while (work := self._take()) is not None:
-            self._settle(work)
+            self._commit_or_give_up(work)
             with self._changed:
                 self._done += work.puts
                 self._bytes -= work.bytes
+                # The age of the queue, by which `put` decides whether the writer is late.
                 self._since = self._queue[0].since if self._queue else math.inf
                 self._changed.notify_all()
         # Counters may have changed after the last batch: save them with an empty one.
         if self._counted != self._saved:
-            self._settle(Batch())
+            self._commit_or_give_up(Batch())
 
     def _take(self) -> Batch | Act | None:
-        """Wait for a batch or act, then a moment for more records to share its transaction; None at the end."""
+        """Take the next batch or act from the queue. Returns None when the writer is closed and the queue is empty.
+
+        A batch waits up to `LINGER` seconds for more records, which share its transaction.
+        """
+
+        def must_begin() -> bool:
+            is_awaited = self._urgent > self._done  # somebody waits in `flush`
+            return self._records >= BATCH_RECORDS or self._closing or is_awaited
+
         with self._changed:
             self._idle = True
             self._changed.wait_for(lambda: self._queue or self._closing)
             self._idle = False
-            self._changed.wait_for(
-                lambda: self._records >= BATCH_RECORDS or self._closing or self._urgent > self._done, LINGER
-            )
+            self._changed.wait_for(must_begin, LINGER)
             if not self._queue:
                 return None
             work = self._queue.popleft()
             self._records -= work.count
             return work
 
-    def _settle(self, work: Batch | Act) -> None:
-        """Commit. After trouble with the disk, wait and try again, unless someone waits for the result."""
+    def _commit_or_give_up(self, work: Batch | Act) -> None:
+        """Commit a batch or act. If the disk or the server fails, wait and try again.
+
+        If somebody waits for the result, there is only one more attempt. Other errors are final at once.
+        """
         first_pause, longest_pause = RETRY
         pause = first_pause
         is_last_attempt = False
@@ -382,9 +410,12 @@ class Writer:
             log.error("%s: %s%s", self._db.name, cause, f" ({error})" if error else "")
 
     def _commit(self, work: Batch | Act) -> None:
-        """Run one transaction. Its counts and stored addresses are remembered only after it has been committed."""
+        """Run one transaction: the rows of a batch or the function of an act, and the counters of the store.
+
+        The writer remembers the new counts and stored addresses only after the commit.
+        """
         counted = dict(self._counted)
-        added = dict.fromkeys(self._counted, 0)
+        added = dict.fromkeys(self._counted, 0)  # by this transaction
         try:
             self._db.begin()
             if isinstance(work, Batch):
@@ -400,7 +431,7 @@ class Writer:
             self._db.commit()
         except BaseException:
             self._db.rollback()
-            self._transactions.any_closed = True
+            self._transactions.any_closed = True  # unknown after a failure, and True only costs a search
             raise
         self._saved = counted
         with self._changed:
@@ -411,7 +442,8 @@ class Writer:
                 self._stored_ids.clear()
                 self._stored_ids_since = time.monotonic()
             for table in ("images", "messages", "segments"):
-                self._stored_ids.update(work.tables[table][:: WIDTHS[table]])
+                ids = work.tables[table][:: WIDTHS[table]]  # the first value of each row
+                self._stored_ids.update(ids)
         if added["refused"]:
             self._report("a reward came after its group was consumed and is refused")
         if added["foreign"]:
@@ -419,7 +451,8 @@ class Writer:
 
 
 def _left_out(records: Sequence[Record], reasons: Mapping[RowKey, str]) -> dict[str, list[Record]]:
-    """The records whose rows were left out, by the reason."""
+    """The records whose rows were left out of a transaction, by the reason. `reasons` has the reason for each such
+    row."""
     left_out: dict[str, list[Record]] = {}
     if not reasons:
         return left_out

@@ -87,7 +87,7 @@ def test_what_comes_during_a_deletion_keeps_its_messages(postgres: Server, monke
         act, coming = other.act, [episode()[1]]  # type: ignore[attr-defined]
 
         def acts(do: Any) -> Any:
-            if getattr(getattr(do, "func", do), "__name__", "") == "delete_unused" and coming:
+            if getattr(getattr(do, "func", do), "__name__", "") == "delete_rows" and coming:
                 store.commit(coming.pop())
             return act(do)
 
