@@ -208,9 +208,13 @@ class Trace:
         """Begin the episode. Inside another episode it records copies of the calls of that episode (`Within`)."""
         if self._live is not None:
             raise WorkflowError("This trace has been used.", "Create another one: with cotune.trace(...) as t.")
+        outer = current_episode.get()
+        # Before the sink is opened: after an error here, nobody would close it.
+        if self._prompts is not None and outer is not None and outer.prompting is not None:
+            remedy = "Remove prompts= here, or from the code that runs the episode."
+            raise WorkflowError("This trace has prompts, and so has the episode around it.", remedy)
         for activate in hooks.activators:
             activate()
-        outer = current_episode.get()
         # Texts that the outer episode hides must not be stored here either.
         inherited = outer.redaction.redactors if outer and outer.redaction else ()
         options: dict[str, Any] = {
@@ -225,9 +229,6 @@ class Trace:
             self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
         else:
             self._live = Within(outer, self._sink, self.task, roles=self._roles or outer.roles, **options)
-            if self._prompts is not None and outer.prompting is not None:
-                remedy = "Remove prompts= here, or from the code that runs the episode."
-                raise WorkflowError("This trace has prompts, and so has the episode around it.", remedy)
         carry_context(callers=self._live.roles is not None)
         self._token = current_episode.set(self._live)
         return self

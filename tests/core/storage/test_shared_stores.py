@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 import cotune
-from cotune.errors import RunError
+from cotune.errors import RunError, WorkflowError
 from cotune.records.structs import CallRecord, Candidate
 from cotune.storage import shared_stores
 from cotune.storage.file_lock import is_held
 from cotune.storage.open_store import open_store
 from cotune.storage.sql.upkeep import delete
 from cotune.storage.sqlite_store import SqliteStore
+from tests.integrations.edits import NEW, OLD, part, prompts
 
 WRITER = """
 import sys
@@ -194,6 +195,13 @@ def test_few_stores_stay_open_when_each_request_has_its_own_folder(
     finally:
         for address in unused():
             shared_stores._stores.by_address.pop(address).store.close()
+
+
+def test_a_trace_that_is_refused_opens_no_store(tmp_path: Path) -> None:
+    edited = prompts(part(OLD, NEW))
+    with cotune.trace(prompts=edited), pytest.raises(WorkflowError, match="This trace has prompts"):
+        cotune.trace(tmp_path / "records.db", prompts=edited).__enter__()
+    assert not (tmp_path / "records.db").exists()
 
 
 def test_a_store_that_cannot_be_closed_does_not_keep_others_open(
