@@ -100,8 +100,9 @@ async def run_episode(
     `responder` answers the calls instead of the application's provider. Cancelling records the episode as cancelled.
     Raises ConfigError if clock, uuid and random cannot be recorded.
     """
-    for start in (*hooks.activators, *hooks.starters):
-        start()
+    # Hook the frameworks, and begin the episode.
+    for prepare in (*hooks.activators, *hooks.starters):
+        prepare()
     if options.freeze:
         start_freezing()
     carry_context(callers=workflow.roles is not None)
@@ -109,6 +110,8 @@ async def run_episode(
     live.loop = asyncio.get_running_loop()
     live.tape.frameworks = options.record_tools
     live.chance = Chance() if options.freeze else None
+
+    # Run the workflow, read its outcome, and end the episode.
     try:
         async with asyncio.timeout(options.timeout) as limit:
             live.stop_soon = functools.partial(live.loop.call_soon_threadsafe, _end_now, limit)
@@ -208,7 +211,7 @@ def outcome_of(value: Any, source: str) -> tuple[dict[str, float], dict[str, flo
     if "success" in named:
         metrics |= components({"success": named.pop("success")}, source, may_be_unknown=True)
     if not named and "success" in metrics:
-        named = {"team": metrics["success"]}
+        named = {"team": metrics["success"]}  # success is the only outcome, so it is also the reward
     if not named and has_unknown:  # all rewards are unknown now and may arrive later
         return {}, metrics
     return components(named, source, may_be_unknown=True), metrics
@@ -221,7 +224,8 @@ def _is_bool(value: Any) -> bool:
 
 
 async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
-    """The value that the workflow returns for a task: an async function on this loop, another one in a thread."""
+    """Run the workflow on a task as the episode `live`, and return its value. An async function runs on this loop, a
+    sync one in a thread."""
     grow_threads(asyncio.get_running_loop())
     with recording(live), context_value(user_code, f"The workflow {workflow.name!r} on task {task.id!r}"):
         if inspect.iscoroutinefunction(workflow.fn):
@@ -234,7 +238,8 @@ async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
 
 
 async def _run_stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
-    """Await the workflow. When cancelled, stop its calls first: a framework may wait for them before it ends."""
+    """Await `work`, the workflow. If this is cancelled from outside, stop the episode's calls before the workflow is
+    cancelled: a framework may wait for them before it ends."""
     cancellations: list[asyncio.CancelledError] = []
 
     async def remember_cancellation() -> Any:
@@ -249,7 +254,7 @@ async def _run_stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        if not running.done():
+        if not running.done():  # cancelled from outside
             live.interrupted = True
             live.stop()
             running.cancel()
@@ -280,10 +285,8 @@ def _end_failed(live: LiveEpisode, error: CotuneError) -> Outcome:
 
 
 def _workflow_error(workflow: Workflow, error: BaseException) -> WorkflowError:
-    """The error of an episode whose workflow raised `error`: its text, its place in the user's code, and a remedy.
-
-    A text that is known to come from a common mistake (a crew shared by episodes, a cancelled task) gets its own
-    remedy.
+    """The error of an episode whose workflow raised `error`. It has the text of `error`, the line of the user's code
+    that raised it, and a remedy, which names the mistake if the text is known to come from a common one.
     """
     # The workflow blocked its event loop until its time-out, and was interrupted.
     if isinstance(error.__cause__, Blocked):
@@ -296,7 +299,7 @@ def _workflow_error(workflow: Workflow, error: BaseException) -> WorkflowError:
         raised = error
     if isinstance(raised, asyncio.CancelledError):
         remedy = _CANCELLED
-    elif _BUSY.search(text):
+    elif _BUSY.search(text):  # a crew or team is used by two episodes at the same time
         remedy = _SHARED
     else:
         remedy = remedy_of(text, "Fix the workflow.")

@@ -48,11 +48,11 @@ class Rescored:
     """Number of candidates that have each component."""
 
     def add(self, ids: Sequence[str], old: Mapping[str, Mapping[str, float]], new: ByTarget) -> None:
-        """Count the candidates of one group with their rewards before (`old`) and after (`new`) the scorer ran on them
-        again.
+        """Count one group, the candidates with these `ids`, with their stored rewards (`old`) and the rewards of the
+        present scorer (`new`).
 
-        `ids` are the candidates. One without a new reward counts as failed. The group counts in `others_best` if, among
-        the candidates with both rewards, another one is the best now.
+        A candidate without a new reward counts as failed. The group counts in `others_best` if the best of the
+        candidates with both rewards is another one now.
         """
         self.groups += 1
         new_rewards: dict[str, Mapping[str, float]] = {}
@@ -69,8 +69,8 @@ class Rescored:
             for name, value in rewards.items():
                 self.sums_after[name] = self.sums_after.get(name, 0.0) + value
                 self.counts_after[name] += 1
-        with_both = [id for id in new_rewards if old.get(id)]
-        if len(with_both) > 1 and _best_id(with_both, old) != _best_id(with_both, new_rewards):
+        ids_with_both = [id for id in new_rewards if old.get(id)]
+        if len(ids_with_both) > 1 and _best_id(ids_with_both, old) != _best_id(ids_with_both, new_rewards):
             self.others_best += 1
 
 
@@ -85,13 +85,16 @@ class Rescoring:
 
 
 async def rescore(workflow: Workflow, store: Store, *, role: str | None = None, write: bool = False) -> Rescoring:
-    """Score all answered calls (of `role`) and the finished episodes with the workflow's scorers and judge.
+    """Score the answered calls of a store with the workflow's present scorers, and the finished episodes with its
+    judge. With `role`, only the calls of this role are scored, and no episodes. The application does not run.
 
-    Only these run. With `write`, the rewards are stored: a component replaces the component with the same name. If its
-    group was trained on, the store refuses it and counts it in `refused`.
+    With `write`, the new rewards are stored: a component replaces the component with the same name. The store refuses
+    rewards for a group that was trained on, and counts them in `refused`.
     """
     rescoring = Rescoring()
     episodes = list(store.episodes())
+
+    # 1. The calls.
     # A generator: the calls of a large store are read chunk by chunk.
     answered = _calls_to_score(store, episodes, role, workflow, rescoring)
     while chunk := list(islice(answered, CHUNK)):
@@ -100,6 +103,8 @@ async def rescore(workflow: Workflow, store: Store, *, role: str | None = None, 
         for call, _ in chunk:
             groups.append((call.role, [candidate_id(call.id, candidate.index) for candidate in call.candidates]))
         _count_and_store(rescoring, store, groups, scored, workflow.redaction, write=write)
+
+    # 2. The episodes.
     if role is None and workflow.episode_judge is not None:
         for comparable in _comparable_episodes(episodes):
             outcomes = await outcomes_of(workflow.episode_judge, store, comparable, redaction=workflow.redaction)
@@ -113,7 +118,8 @@ async def rescore(workflow: Workflow, store: Store, *, role: str | None = None, 
 
 
 async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[CallRecord, Task]]) -> ByTarget:
-    """Rewards of all candidates of the calls that were answered and whose role has a scorer."""
+    """The rewards of all candidates of stored calls, from the scorers of their roles. Leaves out calls that were not
+    answered, and calls of roles without a scorer."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def score_call(call: CallRecord, task: Task) -> ByTarget:
@@ -144,8 +150,10 @@ def scorable(workflow: Workflow, call: CallRecord) -> bool:
 def _calls_to_score(
     store: Store, episodes: Iterable[Episode], role: str | None, workflow: Workflow, rescoring: Rescoring
 ) -> Iterator[tuple[CallRecord, Task]]:
-    """The calls to score, each with its task: answered calls whose role has a scorer, of `role` only if it is set.
-    Counts answered calls without a scorer in `rescoring`."""
+    """The answered calls of `episodes` whose role has a scorer, each with its task. With `role`, only its calls.
+
+    Answered calls of roles without a scorer are counted in `rescoring`.
+    """
     for episode in episodes:
         for call in store.calls(episode.id):
             if role not in (None, call.role):
@@ -173,7 +181,10 @@ def _count_and_store(
     *,
     write: bool,
 ) -> None:
-    """Count the new rewards of groups, and store them with `write`."""
+    """Count the new rewards of groups in `rescoring`, and with `write` store them.
+
+    Each of `groups` is a role with the ids of candidates, or of episodes. `scored` has their new rewards.
+    """
     old = store.rewards(scored)
     for role, ids in groups:
         rescoring.roles.setdefault(role, Rescored()).add(ids, old, scored)

@@ -86,7 +86,10 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
 
 
 async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: EpisodeBatch) -> list[Episode]:
-    """Like `rollout`, but `run_one(task, rollout)` runs one episode."""
+    """Like `rollout`, but `run_one(task, rollout)` runs one episode.
+
+    If it raises, all other episodes are cancelled, and the first error is raised.
+    """
     finished = {(episode.task.id, episode.rollout) for episode in batch.done}
     gate = asyncio.Semaphore(batch.concurrency)
 
@@ -107,9 +110,9 @@ async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: E
         cotune_errors, _ = errors.split(CotuneError)
         raise (cotune_errors or errors).exceptions[0] from errors
     position_of_task = {task.id: position for position, task in enumerate(batch.tasks)}
-    after_all = len(batch.tasks)  # for a finished episode of a task that the batch no longer has
+    last = len(batch.tasks)  # for a finished episode of a task that the batch no longer has
     episodes = [*batch.done, *(run.result() for run in running)]
-    return sorted(episodes, key=lambda episode: (episode.rollout, position_of_task.get(episode.task.id, after_all)))
+    return sorted(episodes, key=lambda episode: (episode.rollout, position_of_task.get(episode.task.id, last)))
 
 
 def _tasks_and_numbers(batch: EpisodeBatch) -> list[tuple[Task, int]]:
@@ -121,7 +124,8 @@ def _tasks_and_numbers(batch: EpisodeBatch) -> list[tuple[Task, int]]:
 
 
 def repeat_episode(workflow: Workflow, replay: Replay, others: Responder | None) -> tuple[Workflow, ReplayResponder]:
-    """The workflow and the responder for one episode that repeats another. `others` answers new calls.
+    """For one episode that repeats a recorded episode: the workflow to run, and the responder, which answers from the
+    record. `others` answers calls that are not in the record, after the fork.
 
     If a request of the episode differs from the record, or is missing, the episode fails with ReplayDiverged, even if
     the application swallows the error.
@@ -131,15 +135,15 @@ def repeat_episode(workflow: Workflow, replay: Replay, others: Responder | None)
 
 
 def _checked_function(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Replay) -> Callable[[Any], Any]:
-    """`fn`, the workflow's function, for an episode that repeats another: it checks that the record is followed.
+    """A wrapper of `fn`, the workflow's function, for an episode that repeats a recorded one.
 
     Before `fn` it gives the episode the recorded tool results, clock, uuid and random values up to the fork. After `fn`
     it fails the episode if the application made other calls than the record. The application may swallow the error of a
     refused call, so the check is made again at the end.
     """
 
-    def begin() -> None:
-        """Give the episode the recorded values. Nothing after the fork is repeated."""
+    def give_recorded_values() -> None:
+        """Give the episode the recorded tool results, times and random values before `replay.until`, the fork."""
         live = current_episode.get()
         assert live is not None
         script = replay.script
@@ -159,7 +163,7 @@ def _checked_function(fn: Callable[[Any], Any], responder: ReplayResponder, repl
         return result
 
     async def run_async(task: Any) -> Any:
-        begin()
+        give_recorded_values()
         return await finish(fn(task))
 
     def run(task: Any) -> Any:
@@ -167,7 +171,7 @@ def _checked_function(fn: Callable[[Any], Any], responder: ReplayResponder, repl
 
         An async workflow is checked by `finish`, after it was awaited.
         """
-        begin()
+        give_recorded_values()
         try:
             value = fn(task)
         except Exception:

@@ -28,11 +28,12 @@ T = TypeVar("T")
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but in a separate thread, with the caller's context, if this thread has a running loop.
+    """Run a coroutine to its end, like `asyncio.run`. If this thread already has a running loop, the coroutine runs in
+    a separate thread, with the caller's context.
 
     `sys.exit` in a task of the application and `loop.stop()` do not end the loop: they are logged. On the main thread,
-    the first SIGINT or SIGTERM cancels `work`, or calls the function set by `interrupts.stop_by`; a second one ends it
-    at once. Then this raises KeyboardInterrupt.
+    the first SIGINT or SIGTERM cancels `work`, or calls the function set by `interrupts.stop_by`, and a second signal
+    ends the process. After a signal, this raises KeyboardInterrupt.
     """
     # Not `get_running_loop`: an error of `work` would name its RuntimeError as what was being handled.
     if asyncio._get_running_loop() is None:
@@ -61,7 +62,8 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _to_the_end(loop: asyncio.AbstractEventLoop, main: asyncio.Task[T]) -> T:
-    """Run the loop until `main` is done. If something else stops the loop, log it and start the loop again."""
+    """Run the loop until `main` is done, and return its result. If the application stops the loop before that, by
+    `sys.exit` in another task or by `loop.stop()`, log it and run the loop again."""
     while True:
         try:
             return loop.run_until_complete(main)

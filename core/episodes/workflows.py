@@ -132,10 +132,13 @@ class Workflow:
     def scorer(
         self, role: str, *, group: bool = False, timeout: float = LONGEST, bounds: Bounds | None = None
     ) -> Callable[[Any], Any]:
-        """Decorate the scorer of `role`: `(candidate, call, task)` -> a number (the component `local`) or a dict of
-        named numbers; sync or async. With `group` it is called once for all candidates of a call,
-        `(candidates, call, task)` -> a list with the same for each candidate, or None for a candidate without a reward.
-        A candidate that is not rewarded within `timeout` seconds is left out; for a group, this is the time for each
+        """Decorate the scorer of `role`, a function that rewards the candidates of its calls; sync or async.
+
+        It is called with `(candidate, call, task)`, and returns a number (the component `local`) or a dict of named
+        numbers. With `group`, it is called once for all candidates of a call with `(candidates, call, task)`, and
+        returns a list with a reward for each candidate, or None for a candidate without one.
+
+        A candidate that is not rewarded within `timeout` seconds is left out; with `group`, this is the time for each
         candidate. `bounds` are the lowest and the highest number that it may return: intervals stay inside them, and a
         number outside is an error of the scorer.
 
@@ -230,13 +233,13 @@ def workflow(
         return float("assert" in candidate.text)
     ```
     """
-    naming = roles_function(roles)
+    names_role = roles_function(roles)
     if app is _ABSENT:
         return partial(workflow, inputs=inputs, reward=reward, roles=roles)
     for make_runner in hooks.runners:
         runner = make_runner(app)
         if runner is not None:
-            return _attach(_of_graph(runner, inputs, reward), _name_of_graph(app), naming)
+            return _attach(_of_graph(runner, inputs, reward), _name_of_graph(app), names_role)
     if not callable(app) or isinstance(app, type):
         raise WorkflowError(f"{app!r} is not a workflow.", f"Give {_ACCEPTED}. For example: {_EXAMPLE}")
     if inputs is not None or reward is not None:
@@ -244,12 +247,12 @@ def workflow(
     if not takes(app, 1):
         remedy = "Take the task's input as the only required argument."
         raise WorkflowError(f"The workflow {_name(app)} cannot be called with one argument.", remedy)
-    return _attach(app, _name(app), naming)
+    return _attach(app, _name(app), names_role)
 
 
 def workflow_of(obj: object) -> Workflow:
-    """The Workflow of a decorated function, or with a name. Raises WorkflowError for anything else, and the errors of
-    `load_workflow`."""
+    """The Workflow of `obj`: a function that `cotune.workflow` has decorated, the name of one (`module:name`), or a
+    Workflow itself. Raises WorkflowError for anything else, and the errors of `load_workflow`."""
     if isinstance(obj, str):
         return load_workflow(obj)
     if isinstance(obj, Workflow):
@@ -281,9 +284,10 @@ def load_roles(spec: str) -> RolesFunction:
 
     Raises ConfigError if it does not exist, WorkflowError if it is not a roles function.
     """
-    if spec not in (CALLER, MODEL):
-        return cast(RolesFunction, roles_function(load_object("roles_by", spec, "app:who, caller or model")))
-    return cast(RolesFunction, roles_function(spec))
+    if spec in (CALLER, MODEL):
+        return cast(RolesFunction, roles_function(spec))
+    function = load_object("roles_by", spec, "app:who, caller or model")
+    return cast(RolesFunction, roles_function(function))
 
 
 def _name_of_graph(app: object) -> str:

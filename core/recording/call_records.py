@@ -129,9 +129,10 @@ class PendingCall:
 
 
 def _key(message: Mapping[str, Any]) -> Hashable:
-    """The key by which an assistant message in a prompt is recognised as an earlier answer: its content and tool calls.
+    """A key that is equal for an answer and for the same answer as an assistant message in a later prompt.
 
-    Optional fields that clients add or drop are ignored. The key of a short text is the text itself.
+    It is made from the content and the tool calls. Optional fields, which clients add or drop, are ignored. The key of
+    a short text is a tuple with the text, any other key is a hash.
     """
     content = message.get("content") or None
     tool_calls = message.get("tool_calls") or []
@@ -199,9 +200,10 @@ class CallRecords:
             self._warn("unlinked_call", f"A call of role {call.role!r} has no parents: {type(error).__name__}.")
 
     def _reuse_messages(self, call: PendingCall) -> None:
-        """Replace the messages that the role's last call sent too with those of that call.
+        """In `call.sent`, replace the messages at the beginning that the role's last call sent too with the objects of
+        that call.
 
-        They have their content address and their key, so that a long history is not hashed again for each call.
+        These have their content address and their key, so that a long history is not hashed again for each call.
         """
         # Taken out and put back at the end, so that the first role in the dictionary is the least recently used.
         history = self._histories.pop(call.role, ())
@@ -214,11 +216,14 @@ class CallRecords:
             del self._histories[next(iter(self._histories))]
 
     def _find_parents(self, call: PendingCall) -> tuple[str, ...]:
-        """Ids of the calls whose answers a call reads: by the framework's ids of these outputs, or without such ids by
-        the assistant messages of its prompt."""
+        """Ids of the calls whose answers a call reads.
+
+        The framework may have named these answers by its own ids (`call.caller.read`). Otherwise they are found by the
+        assistant messages of the prompt.
+        """
         if len(self._answers) == 0:
             return ()
-        parents = [self._answers.get(output) for output in call.caller.read]
+        parents = [self._answers.get(output_id) for output_id in call.caller.read]
         if not any(parents):
             for sent in call.sent:
                 if sent.message.get("role") != "assistant":
@@ -244,18 +249,10 @@ class CallRecords:
         Everything passes through the redactors first. Only the stored form gets ids, so that a hash reveals no hidden
         text. The chosen answer is remembered, to find the calls that read it later.
         """
-        redacted = RedactedCall(
-            messages=call.messages,
-            tools=call.tools,
-            params=call.params,
-            attempts=call.attempts,
-            error=error,
-            answer=answer,
-            out=call.rewritten,
-        )
-        if self._redaction is not None:
-            redacted = self._redaction.call(redacted)
-        # Outside the lock, as long lists of tools take time.
+        redacted = self._redacted(call, answer, error)
+
+        # 1. Its messages, tools, grammar and prompt, which are stored once for several calls. The record of the call
+        #    has their ids. Long lists of tools are encoded outside the lock, because this takes time.
         encoded_tools = canonical({"tools": redacted.tools}) if redacted.tools else b""
         sampling = dict(redacted.answer.sampling) if redacted.answer else {}
         records: list[Record] = []
@@ -264,9 +261,9 @@ class CallRecords:
             tools_id = None
             if encoded_tools:
                 (tools_id,) = self._body_addresses(records, [encoded_tools], [redacted.tools])
-            edited_fields: dict[str, Any] = {}
+            edited: dict[str, Any] = {}
             if redacted.out is not None:
-                edited_fields = sent_fields(call, message_ids, redacted.out, partial(self._body_addresses, records))
+                edited = sent_fields(call, message_ids, redacted.out, partial(self._body_addresses, records))
             if grammar := sampling.get("grammar"):
                 encoded_grammar = canonical({"grammar": grammar})
                 (sampling["grammar"],) = self._body_addresses(records, [encoded_grammar], [grammar])
@@ -278,12 +275,37 @@ class CallRecords:
                 records.extend(segments)
             if answer and answer.candidates:
                 self._remember_answer(call, answer.candidates[answer.chosen])
-        records.append(_call(call, redacted, status, message_ids, tools_id, sampling, prompt_id, edited_fields))
+
+        # 2. The call and its rewards.
+        record = _call(
+            call,
+            redacted,
+            status,
+            messages=message_ids,
+            tools=tools_id,
+            sampling=sampling,
+            prompt=prompt_id,
+            out=edited,
+        )
+        records.append(record)
         if answer is not None:
             for i, components in enumerate(answer.rewards):
                 text = answer.feedback[i] if answer.feedback else ""
                 records += reward_records(candidate_id(call.id, i), components, text, redaction=self._redaction)
         return records
+
+    def _redacted(self, call: PendingCall, answer: Answer | None, error: str | None) -> RedactedCall:
+        """The parts of a call that has ended, in the form that may be stored."""
+        parts = RedactedCall(
+            messages=call.messages,
+            tools=call.tools,
+            params=call.params,
+            attempts=call.attempts,
+            error=error,
+            answer=answer,
+            out=call.rewritten,
+        )
+        return parts if self._redaction is None else self._redaction.call(parts)
 
     def _remember_answer(self, call: PendingCall, chosen: Candidate) -> None:
         """Remember which call gave this answer, by every key under which `_find_parents` may look for it."""
@@ -307,8 +329,8 @@ class CallRecords:
         return [_call(call, redacted, "malformed")]
 
     def _addresses(self, sent: list[SentMessage], stored: list[Any], records: list[Record]) -> tuple[str, ...]:
-        """The content addresses of a call's messages in the form in which they are `stored`. Messages that are not
-        stored yet are added to `records`."""
+        """The content addresses of a call's messages. `sent` are the messages as the application sent them, `stored`
+        the same messages in the form that may be stored. Messages that are not stored yet are added to `records`."""
         if self._redaction is not None or len(sent) != len(stored):
             return self._body_addresses(records, list(map(canonical, stored)), stored)
         # The first messages may be from an earlier call, with their addresses (`_reuse_messages`).
@@ -406,7 +428,10 @@ class _Path(msgspec.Struct, eq=False):
     """BLAKE2b over the whole path, after it became a segment."""
 
     def segment(self) -> Segment:
-        """Turn this path into a segment and set its `id`. Only the tokens after its base are hashed."""
+        """Turn this path into a segment, the part of its tokens after its base, and set its `id`.
+
+        The id is a hash of the whole path. It continues the hash of the base, so that only the added tokens are hashed.
+        """
         parent: str | None = None
         added = self.packed
         digest = ROOT
@@ -420,6 +445,23 @@ class _Path(msgspec.Struct, eq=False):
         return Segment(self.id, parent, added)
 
 
+def _longest_start(paths: list[_Path], packed: bytes) -> _Path | None:
+    """The longest of `paths` with which a prompt starts, whose packed token ids are `packed`; None without one.
+
+    The replies to earlier prompts with which it starts become paths themselves, and are appended to `paths`.
+    """
+    longest: _Path | None = None
+    for path in paths:  # the loop also visits the replies that it appends
+        if not packed.startswith(path.packed):
+            continue
+        if longest is None or len(path.packed) > len(longest.packed):
+            longest = path
+        if path.replies and len(path.packed) < len(packed):
+            paths.extend([_Path(reply, path) for reply in path.replies])
+            path.replies.clear()
+    return longest
+
+
 class PromptTree:
     """The token paths of each role. Not thread-safe: the episode's lock guards it."""
 
@@ -431,24 +473,17 @@ class PromptTree:
     def add(
         self, role: str, prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...], withheld: bool = False
     ) -> tuple[str | None, list[Segment]]:
-        """Extend the longest path of `role` with which `prompt_ids` starts, and remember the reply.
+        """Store a prompt as an extension of an earlier path of `role` (a prompt, or a prompt with its reply), so that
+        only the added tokens are stored as segments. Remember the reply, which a later prompt may extend.
 
         Returns the segment id of the whole prompt and the new segments. A reply becomes a segment when the first prompt
         extends it; until then its candidate is enough. If the segments are `withheld`, or extend a withheld segment,
         they may not be stored: they are left out, and so is the id of a prompt that needs them.
         """
-        # 1. The longest path with which the prompt starts.
+        # 1. The path that the prompt extends.
         paths = self._paths.setdefault(role, [])
         packed = pack_ids(prompt_ids)
-        base: _Path | None = None
-        for path in paths:  # the loop also visits the replies that it appends
-            if packed.startswith(path.packed):
-                if base is None or len(path.packed) > len(base.packed):
-                    base = path
-                # A later prompt goes past this one: from here on its replies are paths that prompts may continue.
-                if path.replies and len(path.packed) < len(packed):
-                    paths.extend([_Path(reply, path) for reply in path.replies])
-                    path.replies.clear()
+        base = _longest_start(paths, packed)
 
         # 2. Its new segments, and its reply.
         segments: list[Segment] = []

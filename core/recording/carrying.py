@@ -44,15 +44,16 @@ def _carry_into_threads() -> None:
 
     @functools.wraps(start)
     def start_in_context(self: threading.Thread) -> None:
-        """Start a thread whose `run` has the context of this point, if an episode runs here."""
+        """Start a thread. If its starter is in an episode, the thread runs in a copy of the starter's context."""
         # A pool's worker outlives the episode that happens to start it, so the worker itself must not inherit it.
-        in_pool = getattr(getattr(self, "_target", None), "__module__", None) in _POOLS
-        if current_episode.get() is not None and not in_pool:
+        target = getattr(self, "_target", None)
+        is_worker_of_pool = getattr(target, "__module__", None) in _POOLS
+        if current_episode.get() is not None and not is_worker_of_pool:
             context = _with_callers(contextvars.copy_context())
             run = self.run
 
             def run_in_context() -> None:
-                del self.__dict__["run"]
+                del self.__dict__["run"]  # from here on, the thread has its own `run` again
                 context.run(run)
 
             self.run = run_in_context  # type: ignore[method-assign]
@@ -62,7 +63,7 @@ def _carry_into_threads() -> None:
     def submit_in_context(
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        """Submit a job that runs in the context of this point, if an episode runs here."""
+        """Submit a job to a pool. If the submitting code is in an episode, the job runs in a copy of its context."""
         if current_episode.get() is None:
             return submit(self, fn, *args, **kwargs)
         # asyncio and LangChain submit `context.run` themselves, so a second context around it would have no effect.
@@ -81,10 +82,10 @@ def _carry_into_threads() -> None:
 
 @functools.cache
 def remember_task_starters(loop_class: Any) -> None:
-    """Let the tasks of a class of event loops remember who started them, by a patch of its `create_task`. Raises
-    TypeError if it cannot be patched.
+    """Patch `create_task` of a class of event loops, so that its tasks remember which functions and which generator
+    started them. Raises TypeError if the class cannot be patched.
 
-    The copy of the context that asyncio makes is not enough: see `_with_callers`.
+    asyncio gives each task a copy of the context, which does not have these facts: see `_with_callers`.
     """
     owner: Any = next(cls for cls in loop_class.__mro__ if "create_task" in vars(cls))
     if owner is not loop_class:  # patch the class that has the method, once for all of its subclasses
@@ -103,8 +104,11 @@ def remember_task_starters(loop_class: Any) -> None:
 
 
 def _with_callers(context: contextvars.Context) -> contextvars.Context:
-    """Add to `context`, in which a task or thread will run, facts that only the stack around this point holds: the
-    functions that start it, for roles functions, and the role of a generator that starts it."""
+    """Add facts about the starter of a task or thread to the `context` in which the task or thread will run.
+
+    These are the functions that start it, which a roles function may read, and the role of a generator that starts it.
+    Only the stack of the starter has them.
+    """
     episode = current_episode.get()
     caller = sys._getframe(1)
     with suppress(RuntimeError):  # raised for a context that is already entered
@@ -120,8 +124,8 @@ def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def queue(self: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Queue a job for another thread together with the present episode and role, which are context variables and
-        would otherwise be missing there.
+        """Queue a job for another thread. If the queuing code is in an episode, the job runs in a copy of its context,
+        which holds the episode and the role.
         """
         if current_episode.get() is None:
             return original(self, func, *args, **kwargs)

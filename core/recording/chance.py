@@ -70,8 +70,8 @@ class Chance:
                 self._offsets["wall"] = max(self._offsets["wall"], round(at * 1e9) - wall_ns())
 
     def draw_value(self, kind: str, place: str, draw: Callable[[], Any]) -> Any:
-        """A random value of this kind, asked for at this place in the code: the next recorded one, or a new one from
-        `draw`.
+        """A random value of this kind for the application's code at `place`: the next recorded value, or after the last
+        one a new value from `draw`.
         """
         with self._lock:
             queue = self._recorded.get((kind, place))
@@ -80,8 +80,8 @@ class Chance:
         return value
 
     def clock(self, kind: str, place: str, real: int) -> int:
-        """The time of a clock in ns, asked for at this place in the code: the next recorded time, or else the `real`
-        time, moved by the largest distance so far between a recorded time and the real one.
+        """The time of a clock in ns, for the application's code at `place`: the next recorded time. After the last one
+        it is the `real` time plus an offset, so that the clock continues from the recorded times.
         """
         with self._lock:
             queue = self._recorded.get((kind, place))

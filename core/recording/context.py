@@ -101,11 +101,15 @@ def recording(episode: LiveEpisode) -> AbstractContextManager[None]:
 
 
 def identify() -> CallerContext:
-    """The caller of a call made here: the explicit override, else the newest caller that is not done, else the
-    enclosing scope, else `app`."""
+    """The caller of a call that is made at this point of the code.
+
+    The first of these decides: a role that the application has set with `cotune.role`, the caller that a framework has
+    announced and that is not done, and the enclosing scope (an agent, team, task or tool). Without any, the role is
+    `app`.
+    """
     caller = current_caller.get()
     if caller is None or caller.done:
-        caller = _enclosing() or CallerContext("app", "openai")
+        caller = _caller_of_enclosing_scope() or CallerContext("app", "openai")
     override = role_here(sys._getframe(1))
     if override is None:
         return caller
@@ -123,7 +127,7 @@ def identify() -> CallerContext:
 
 
 def role_here(frame: FrameType | None) -> RoleOverride | None:
-    """The innermost `cotune.role` around a frame."""
+    """The innermost `cotune.role` around a frame. It may be in a ContextVar, or in a generator on the frame's stack."""
     override = role_override.get()
     if not generator_roles:
         return override
@@ -140,15 +144,19 @@ def role_here(frame: FrameType | None) -> RoleOverride | None:
     return override
 
 
-def _enclosing() -> CallerContext | None:
-    """The caller of the innermost scope: of the current scope, or of a scope that the scope finders return.
+def _caller_of_enclosing_scope() -> CallerContext | None:
+    """The caller of the innermost scope around this point: of `current_scope`, or of a scope that a scope finder of an
+    integration names, for example the node of a graph. None without a scope.
 
-    If the finders returned the same scope already when the current scope was created, the current scope is inside it.
     If an integration fails, the call loses its role, but the application still gets its answer.
     """
     from_finders = _found_scope()
     scope = current_scope.get()
-    if scope is None or (from_finders is not None and from_finders.scope_id != scope.scope_of_finders):
+    if scope is None:
+        return from_finders
+    # If the finders named the same scope when the current scope was created, the current scope is inside it.
+    is_inside = from_finders is None or from_finders.scope_id == scope.scope_of_finders
+    if not is_inside:
         return from_finders
     try:
         return scope.caller()

@@ -61,10 +61,10 @@ class Prompting:
         return self._roles[role]
 
     def edit(self, call: Asked, body: Mapping[str, Any], warn: Callable[..., None], role: str = "") -> None:
-        """Set the request to send for a call with the request `body`.
+        """Set `call.rewritten`, the request to send, to `body`, the application's request, with edited prompts.
 
-        If its texts do not match the prompts, it is sent unedited, and `warn` counts it. `role` is the name of the
-        call's role in the prompts, if it differs.
+        If the texts of `body` do not match the prompts, the call is sent unedited, and `warn` counts it. `role` is the
+        name of the call's role in the prompts, if it differs from `call.role`.
         """
         role = role or call.role
         edits = self.of(role)
@@ -92,8 +92,8 @@ class Prompting:
 
 
 def undo_edits(call: Asked | None, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Undo the edits of a call in a further request that is made for it: edited texts become the application's own
-    again. Returns `body` itself if it has no edited text."""
+    """Replace edited texts with the application's own texts in `body`, a second request that a client makes for a call
+    whose first request was edited. Returns `body` itself if it has no edited text."""
     if call is None or call.edits is None:
         return body
     # `map_body` calls a function with each text of a request. Here it only collects the texts that edits replace.
@@ -111,26 +111,31 @@ def undo_edits(call: Asked | None, body: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def keep_own_format(call: Asked, warn: Callable[..., None]) -> None:
-    """Send the application's own schema of the response, for a client that has it as a class. The call is counted if
-    edits should have changed the schema."""
+    """Send the application's own schema of the response (`response_format`), because its client has the schema as a
+    class, which cannot be edited. If edits have changed the schema, the call is counted."""
     out = call.rewritten
-    if out is not None and out.params != call.params:
-        call.rewritten = msgspec.structs.replace(out, params=call.params)
-        if out.messages == call.messages and out.tools == call.tools:  # the schema was all that edits changed
-            _leave_unedited(call)
-        warn(UNMATCHED, f"A call of role {call.role!r} goes out with the schema that it has: it is given as a class.")
+    if out is None or out.params == call.params:
+        return
+    call.rewritten = msgspec.structs.replace(out, params=call.params)
+    if out.messages == call.messages and out.tools == call.tools:  # the schema was all that edits changed
+        _leave_unedited(call)
+    warn(
+        UNMATCHED,
+        f"A call of role {call.role!r} goes out with its own schema of the response, because it is given as a class.",
+    )
 
 
 def took_edits(call: Asked, read: Callable[[], Mapping[str, Any] | None], warn: Callable[..., None]) -> bool:
-    """Whether a client has put a call's edited texts into its own request, which `read` returns.
+    """Whether the request that a client is about to send has the edited texts of a call. `read` returns this request.
 
-    It has not if it has texts in a form that cotune cannot edit. The call is then marked as sent unedited, and counted.
+    A client may hold texts in a form that cotune cannot edit, and so send the application's own texts. The call is then
+    marked as sent unedited, and counted.
     """
     error: Exception | None = None
     try:
-        built = Outgoing.of(read() or {})
+        request = Outgoing.of(read() or {})
         out = call.rewritten
-        if out is not None and _texts_of_request(built) == _texts_of_request(out):
+        if out is not None and _texts_of_request(request) == _texts_of_request(out):
             return True
     except Exception as broken:  # noqa: BLE001 - the application must still get its answer
         error = broken

@@ -48,11 +48,11 @@ inside a coroutine), or for the gateway of its own episode with a synchronous cl
 
 
 def open_call(request: Callable[[], Mapping[str, Any] | None]) -> LiveCall | None:
-    """Open a call with the body that `request` returns, a chat request in OpenAI form.
+    """Open a call of the current episode. `request` returns its body, a chat request in OpenAI form.
 
-    Returns None outside an episode, inside an open call, and without a body. A call that cannot be recorded is counted;
-    it gives None too. If a responder would have answered it, its error is raised instead: the error of `request`, or
-    RecordError.
+    Returns None if there is nothing to record: outside an episode, inside an open call, or if `request` returns None.
+    If the call cannot be recorded, it is counted, and None is returned too. With a responder, which would have to
+    answer it, the error is raised instead: the error of `request`, or RecordError.
     """
     episode = current_episode.get()
     if episode is None or opened_call.get() is not None:
@@ -107,8 +107,8 @@ async def ask_async(call: LiveCall, begun: Awaitable[Answer | None] | None = Non
 
 @contextmanager
 def observed(call: LiveCall) -> Iterator[None]:
-    """Inside, the application's own model answers the call. A wire request belongs to the call; an exception fails
-    it."""
+    """A block in which the application's own model answers the call. A request that the model sends belongs to the
+    call, and an exception in the block fails the call."""
     with context_value(opened_call, call):
         try:
             yield
@@ -145,9 +145,11 @@ def end_call(
     read: Callable[[Any], Answer],
     part: Callable[[Any], Answer | None] = lambda returned: None,
 ) -> None:
-    """End the call with the answer that `read` takes from the model's result, unless its wire request has ended it.
+    """End the call with the answer that `read` takes from `returned`, the model's result. Does nothing if the call has
+    ended, for example with the HTTP request that the model sent.
 
-    If `read` fails, the application is not affected: the call is recorded as malformed, with the `part` of an answer.
+    If `read` fails, the application is not affected: the call is recorded as malformed, with the part of an answer that
+    `part` takes from the result.
     """
     if call.ended:
         return
@@ -160,30 +162,31 @@ def end_call(
 
 
 async def answer(call: LiveCall) -> Answer | None:
-    """Await the responder, which runs on the episode's loop, also if this is another loop.
+    """The answer of the episode's responder; None if no responder answers. Raises the errors of the responder.
 
-    None if no responder answers. Raises the errors of the responder.
+    The responder runs on the episode's loop, even if the call is made on another loop. If the episode's loop is
+    blocked, it runs on a third loop.
     """
     episode = call.episode
     if episode.responder is None:
         return None
-    running = asyncio.get_running_loop()
-    if episode.loop is None or episode.loop is running:
+    running_loop = asyncio.get_running_loop()
+    if episode.loop is None or episode.loop is running_loop:
         task = asyncio.current_task()
         if task is not None:
-            call.cancel_by(functools.partial(running.call_soon_threadsafe, task.cancel))
-        return await _respond_outside(call)
+            call.cancel_by(functools.partial(running_loop.call_soon_threadsafe, task.cancel))
+        return await _respond_outside_episode(call)
     request = _Request(call, episode.loop)
     try:
         await request.wait_for_start()
     except asyncio.CancelledError:
         request.answer.cancel()
         raise
-    return await asyncio.wrap_future(request.settle())
+    return await asyncio.wrap_future(request.answer_of_free_loop())
 
 
 def answer_blocking(call: LiveCall) -> Answer | None:
-    """Like `answer`, in a thread that may wait. If the episode's own loop is blocked until this call returns, the
+    """Like `answer`, for a thread that waits. If the episode's own loop is blocked until this call returns, the
     responder runs on another loop, and the warning `blocked_loop` counts it."""
     episode = call.episode
     if episode.responder is None:
@@ -194,7 +197,7 @@ def answer_blocking(call: LiveCall) -> Answer | None:
     # On the episode's own loop there is nothing to wait for: the loop cannot start before this call returns.
     if asyncio._get_running_loop() is not episode.loop:
         request.wait_for_start_blocking()
-    return request.settle().result()
+    return request.answer_of_free_loop().result()
 
 
 class _Request:
@@ -211,9 +214,9 @@ class _Request:
 
     async def _run(self) -> Answer | None:
         if not self._started.set_running_or_notify_cancel():
-            return None  # `settle` has given up waiting for this loop
+            return None  # `answer_of_free_loop` has given up waiting for this loop
         self._started.set_result(None)
-        return await _respond_outside(self._call)
+        return await _respond_outside_episode(self._call)
 
     async def wait_for_start(self) -> None:
         """Wait until the loop starts the work or is seen to be blocked, without blocking the running loop."""
@@ -237,12 +240,12 @@ class _Request:
         has_not_moved = self._waiting_frame is not None and self._waiting_frame is frame_before
         return has_not_moved or self.answer.done()
 
-    def settle(self) -> concurrent.futures.Future[Answer | None]:
-        """The future answer: from this loop if it has started the work, else from a loop that is not blocked.
-
-        If this loop has not started, it never will: its work is cancelled.
+    def answer_of_free_loop(self) -> concurrent.futures.Future[Answer | None]:
+        """The future answer of this request if its loop has started the work. Otherwise the loop is blocked: the work
+        on it is cancelled, and this is the future answer of a second request on another loop.
         """
-        if self.answer.cancelled() or not self._started.cancel():
+        is_blocked = not self.answer.cancelled() and self._started.cancel()  # `cancel` fails after the start
+        if not is_blocked:
             return self.answer
         self._call.episode.warn(
             "blocked_loop",
@@ -253,10 +256,10 @@ class _Request:
 
 
 def record_failure(call: LiveCall, error: BaseException) -> int:
-    """Record that the responder failed. Returns the HTTP status for the application: 504 for a time-out, 409 for a
-    cancellation, 400 for an error of the sampler, and 500 for any other error.
+    """Record that the responder failed with `error`. Returns the HTTP status for the application: 504 for a time-out,
+    409 for a cancellation, 400 for an error of the sampler, and 500 for any other error.
 
-    The latter fails the whole episode, even if the application swallows it.
+    An error with the status 500 fails the whole episode, even if the application swallows it.
     """
     status, _ = reason_of(error)
     if status == "timeout":
@@ -278,8 +281,8 @@ def record_failure(call: LiveCall, error: BaseException) -> int:
 
 
 def reason_of(error: BaseException) -> tuple[CallStatus, str]:
-    """Status and recorded text of a call that ended in `error`. They follow from the name of the error's class, as each
-    client has its own classes."""
+    """The status and the recorded error text of a call that ended in `error`. Each client has its own class for a
+    time-out, so it is recognised by "Timeout" in the name of the class."""
     text = error_text(error)[:_DETAIL]
     if isinstance(error, _CANCELLED):
         if not str(error):
@@ -290,13 +293,14 @@ def reason_of(error: BaseException) -> tuple[CallStatus, str]:
     return "error", text
 
 
-async def _respond_outside(call: LiveCall) -> Answer | None:
-    """The responder's answer. Calls that the responder itself makes (a judge in a scorer) are not part of the
-    episode."""
+async def _respond_outside_episode(call: LiveCall) -> Answer | None:
+    """The responder's answer. Calls that the responder itself makes, for example to a judge in a scorer, are not part
+    of the episode."""
     assert call.episode.responder is not None
     with context_value(current_episode, None):
         response = await call.episode.responder.respond(call)
-    if response is not None and call.streamed and len(response.candidates) > int(call.params.get("n") or 1):
+    n_requested = int(call.params.get("n") or 1)
+    if response is not None and call.streamed and len(response.candidates) > n_requested:
         call.episode.warn(
             "buffered_stream",
             f"Role {call.role!r} streams its answers, and the best of several candidates is known only at the end: "

@@ -124,14 +124,13 @@ class LiveCall(PendingCall):
         self.episode._records.link(self)
 
     def cancel_by(self, cancel: Callable[[], object]) -> None:
-        """When the episode is stopped, end the work on the answer by `cancel`, which is safe from any thread.
-
-        The episode may have been stopped since the call started: then `cancel` is called at once.
+        """Set the function that ends the work on the answer when the episode is stopped. It must be safe from any
+        thread. If the episode has been stopped since the call started, it is called at once.
         """
         with self.episode._lock:
             self.cancel = cancel
-            stopped = self in self.episode._stopped
-        if stopped:
+            is_stopped = self in self.episode._stopped
+        if is_stopped:
             cancel()
 
     def earlier(self) -> list[bytes]:
@@ -154,7 +153,8 @@ class LiveCall(PendingCall):
         self.episode._end(self, part, status, error, outage=outage and status != "cancelled")
 
     def ends_like(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
-        """End this copy of `call` in the same way, with the call's present messages and parameters."""
+        """End this call, a copy of `call` in an inner episode, in the same way, with the messages and parameters that
+        `call` has now."""
         self.messages = call.messages
         self.tools = call.tools
         self.model = call.model
@@ -265,10 +265,12 @@ class LiveEpisode:
         return self.started + (monotonic - self._began)
 
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
-        """Open a call. It gets its step and turn here, under the lock. Raises RecordError if the episode has ended.
+        """Open a call of `caller` with the chat request `body`, and give it its step and turn. Raises RecordError if
+        the episode has ended, or has made `max_calls` calls.
 
         An error of the roles function fails the episode, not the call: the application still gets an answer.
         """
+        # 1. The role.
         if self.roles is not None:
             try:
                 caller = context_of_role(self.roles, caller, body, self.notes.setdefault("callers", {}), self.warn)
@@ -278,6 +280,8 @@ class LiveEpisode:
                 self.warn("unidentified_call", text, error.__cause__)
         if caller.nameless is not None:
             warn_of_shared(caller, self.notes.setdefault("nameless", {}), self.warn)
+
+        # 2. The call.
         with self._lock:
             self._require_in_progress()
             if self.max_calls is not None and self._turns.steps >= self.max_calls:
@@ -291,6 +295,8 @@ class LiveEpisode:
             if caller.thread is not None:
                 self._threads.add(caller.thread)
             self._records.link(call)  # under the lock: this call cannot have read calls that end later
+
+        # 3. The edits of its prompts.
         if self.prompting is not None:
             self.edit(call, body)
         return call
@@ -308,15 +314,15 @@ class LiveEpisode:
             raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
 
     def _refuse_further_call(self, max_calls: int) -> NoReturn:
-        """Fail the episode, which has made `max_calls` calls, and raise RecordError for one more."""
+        """Fail the episode, which has made `max_calls` calls and asks for one more. Raises RecordError, or
+        CancelledError if the application has ignored this error many times."""
         cause = f"The episode made {max_calls} calls and asks for another one: its answers do not end it."
         remedy = "End it in the application after some turns, or raise max_calls (--set max_calls=N)."
         self.fatal = TooManyCalls(cause, remedy)
         self.stop_soon()
-        # Counted, because an application may catch the error and call again without end.
         self._refused_calls += 1
         if self._refused_calls > _PATIENCE and asyncio._get_running_loop() is not None:
-            # The application catches every error and calls again, without giving the loop a turn to end it.
+            # The application catches every error and calls again, and the loop never gets a turn to end it.
             raise asyncio.CancelledError(cause)
         raise RecordError(cause, remedy)
 
@@ -346,7 +352,7 @@ class LiveEpisode:
             return [f"turn {call.turn} of role {call.role!r} was open ({call.stage})" for call in calls]
 
     def stop(self) -> None:
-        """Cancel the open calls and refuse further ones. Call `end` afterwards."""
+        """Cancel the open calls, which are recorded as cancelled, and refuse further ones. Call `end` afterwards."""
         with self._lock:
             self.ended = True
             unanswered = list(self._open.values())

@@ -156,8 +156,9 @@ class Redaction:
         return stored if isinstance(stored, dict) else {"redacted": stored}
 
     def call(self, call: RedactedCall) -> RedactedCall:
-        """The parts of a call that may be stored, from the parts of the original call."""
-        # 1. The request. The token ids of its prompt spell its messages and its tools.
+        """Redact all parts of a call. Returns the parts that may be stored, and whether redactors have changed any."""
+        # 1. The request. If redactors change its messages or tools, the token ids of its prompt are withheld too,
+        #    because they spell the original.
         messages: list[dict[str, Any]] = []
         messages_changed = False
         for message in call.messages:
@@ -199,7 +200,7 @@ class Redaction:
         )
 
     def _redact_request(self, out: Outgoing) -> Outgoing:
-        """The sent request to store."""
+        """The request that was sent, after edits of its prompts, in the form that may be stored."""
         tools = self._as_message("tools", out.tools) if out.tools else None
         return Outgoing(
             messages=list(map(self.message, out.messages)),
@@ -210,9 +211,9 @@ class Redaction:
     def _redact_answer(self, answer: Answer, grammar_changed: bool, messages: Sequence[dict[str, Any]]) -> Answer:
         """The answer to store, for a prompt that is stored as `messages`.
 
-        `grammar_changed` is whether a redactor changed tools or parameters, from which the answer's grammar was made.
-        The grammar is then withheld, and with it the token ids, as they cannot be trained on without it; with
-        `keep_token_ids` both are kept. Ids of images that are no longer in the stored messages are withheld.
+        `grammar_changed` is whether a redactor changed tools or parameters, from which the grammar of the answer was
+        made. Then the grammar is withheld, and the token ids too, because they cannot be trained on without it. With
+        `keep_token_ids`, both are kept. Ids of images that are no longer in the stored messages are withheld.
         """
         candidates = tuple(self._redact_candidate(candidate) for candidate in answer.candidates)
         sampling = self.table(answer.sampling)
@@ -230,10 +231,10 @@ class Redaction:
         return msgspec.structs.replace(answer, candidates=candidates, sampling=sampling)
 
     def _redact_candidate(self, candidate: Candidate) -> Candidate:
-        """A candidate with its text, tool calls and provider's finish reason redacted.
+        """A candidate with its text, tool calls and finish reason redacted.
 
-        If redactors change it, its token ids are removed, because they spell the hidden text. `keep_token_ids` keeps
-        them.
+        If redactors change it, its token ids and log-probabilities are removed, because the ids spell the hidden text.
+        With `keep_token_ids`, they stay.
         """
         if candidate.finish_reason not in _FINISHED:
             finish = str(self.content("finish_reason", candidate.finish_reason))
@@ -257,7 +258,8 @@ class Redaction:
         return {"role": role, "content": content}
 
     def _redact_message(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The message to store, and whether it differs. Redactors see the message as JSON, as it would be stored."""
+        """The message to store, and whether it differs from `message`. Redactors see the message after a conversion to
+        JSON and back. The result is remembered, because the messages of a long history come with every call."""
         try:
             raw = _json.encode(message)
         except Exception:  # noqa: BLE001
@@ -271,8 +273,8 @@ class Redaction:
         return result
 
     def _redact(self, raw: bytes) -> dict[str, Any]:
-        """Apply the redactors in order to a message in JSON. `FAILED` replaces the content if one raises or returns no
-        message."""
+        """Apply the redactors in order to a message, which is given in JSON. If one of them raises or does not return a
+        message, `FAILED` replaces the whole content."""
         message = msgspec.json.decode(raw)
         try:
             redacted: Any = message

@@ -68,7 +68,8 @@ class role:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the role from the caller that `__enter__` gave it to. Nothing happens if the block was not entered."""
+        """End the role: remove it from the ContextVar or from the generator that `__enter__` gave it to. Does nothing
+        if the block was not entered."""
         override = self._override
         token = self._token
         self._override = self._token = None
@@ -80,12 +81,12 @@ class role:
             with contextlib.suppress(ValueError):
                 role_override.reset(token)
             return
-        key = id(override.frame)
-        entered = generator_roles.get(key, [])
-        if override in entered:
-            entered.remove(override)
-        if not entered:
-            generator_roles.pop(key, None)
+        frame_id = id(override.frame)
+        roles_of_generator = generator_roles.get(frame_id, [])
+        if override in roles_of_generator:
+            roles_of_generator.remove(override)
+        if not roles_of_generator:
+            generator_roles.pop(frame_id, None)
 
     def __call__(self, fn: FunctionT) -> FunctionT:
         """Decorate `fn`: all its calls get this role."""
@@ -202,12 +203,17 @@ def _wrap_function(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _frame_of_block(frame: FrameType) -> FrameType:
-    """The frame with the block of the role: not contextlib's, and not a `@contextmanager` function around the role."""
+    """The frame of the code whose `with` block has the role, from the frame that calls `role.__enter__`.
+
+    That may be contextlib (an ExitStack), or a `@contextmanager` function that enters the role for its caller. Then the
+    block is in an outer frame.
+    """
     while frame.f_back is not None:
         caller = frame.f_back
+        is_in_contextlib = frame.f_globals.get("__name__") == "contextlib"
         is_generator = bool(frame.f_code.co_flags & _GENERATOR)
         is_context_manager = is_generator and caller.f_globals.get("__name__") == "contextlib"
-        if frame.f_globals.get("__name__") != "contextlib" and not is_context_manager:
+        if not is_in_contextlib and not is_context_manager:
             break
         frame = caller
     return frame

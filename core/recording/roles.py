@@ -66,15 +66,18 @@ RolesFunction = Callable[[CallRequest], str | None]
 
 
 def roles_function(roles: Any) -> RolesFunction | None:
-    """The roles function for the setting `roles`: the function itself, or for `"caller"` and `"model"` a function that
-    returns the name of the innermost application function, or of the requested model.
+    """The roles function for the setting `roles`.
 
-    None for None. Raises WorkflowError for anything else.
+    A function is returned as it is. `"caller"` stands for a function that names a role after the application's function
+    that makes the call, `"model"` for one that names it after the requested model. None for None. Raises WorkflowError
+    for anything else.
     """
     if roles is None:
         return None
-    if roles in (CALLER, MODEL):
-        return by_caller if roles == CALLER else by_model
+    if roles == CALLER:
+        return by_caller
+    if roles == MODEL:
+        return by_model
     remedy = 'Define it as: def roles(call): return "planner", or give "caller" or "model".'
     if not callable(roles) or inspect.iscoroutinefunction(roles):
         raise WorkflowError(f"roles = {roles!r} is not a plain function.", remedy)
@@ -100,12 +103,12 @@ def context_of_role(
     modules: dict[str, str],
     warn: Callable[[str, str], None],
 ) -> CallerContext:
-    """The context of a call with the role that `roles` returns.
+    """The caller of a call, with the role that the user's roles function `roles` returns for the request `body`.
 
-    `modules` holds the module of each caller that has named a role of the episode, to notice equal names. Raises
-    WorkflowError if the function fails.
+    `modules` holds the module of each function that has named a role of the episode, to notice equal names. Raises
+    WorkflowError if the roles function fails.
     """
-    if caller.given:
+    if caller.given:  # the application has named the role in another way, which nothing overrides
         return caller
     request = CallRequest(caller.role, body, sys._getframe(1))
     try:
@@ -119,21 +122,21 @@ def context_of_role(
         _warn_by_caller(request, modules, warn)
     if role is None:
         return caller
-    caller.calls += 1
+    caller.calls += 1  # the call is counted in the new context, and here in the context that it replaces
     return CallerContext(role, "roles", state=caller.state, read=caller.read, output=caller.output)
 
 
 def _warn_by_caller(request: CallRequest, modules: dict[str, str], warn: Callable[[str, str], None]) -> None:
-    """Warn if callers' names do not separate roles: no function is around the call, or several functions share a
-    name."""
+    """Warn if the names of functions do not separate roles (`roles = "caller"`): no function of the application makes
+    the call, or functions of two modules have the same name. `modules` has the first module of each name."""
     if not request.functions:
         warn("unidentified_call", f"No function of the application is around a call: its role is {request.role!r}.")
         return
     name, module = request.functions[0]
-    first = modules.setdefault(name, module)
-    if first != module:
-        text = f"{first}.{name} and {module}.{name} are one role, {name!r}: tell them apart by a roles function."
-        warn("ambiguous_role", text)
+    first_module = modules.setdefault(name, module)
+    if first_module != module:
+        functions = f"{first_module}.{name} and {module}.{name}"
+        warn("ambiguous_role", f"{functions} are one role, {name!r}: tell them apart by a roles function.")
 
 
 def _check(role: Any) -> None:
@@ -151,10 +154,12 @@ _REMEDY = "Give each agent a name, or run it inside `with cotune.role(...)`; els
 
 
 def place_here() -> str:
-    """File, line and function of the application that runs this. In a separate task, its starter is unknown."""
+    """File, line and function of the innermost code of the application on the stack. `UNKNOWN` in a task or thread that
+    a library started: the application's code is then on another stack."""
     frame = sys._getframe(1)
     while is_library(frame):
-        if frame.f_back is None or frame.f_globals.get("__name__") == _LOOP:
+        is_outermost_in_task = frame.f_globals.get("__name__") == _LOOP
+        if frame.f_back is None or is_outermost_in_task:
             return UNKNOWN
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -163,20 +168,21 @@ def place_here() -> str:
 def warn_of_shared(
     caller: CallerContext, first_agents: dict[str, tuple[object, str]], warn: Callable[[str, str], None]
 ) -> None:
-    """Warn if several agents without a name make calls of one role: they would be trained as one. `first_agents` holds
-    the first agent of each role, with its line in the code.
+    """Warn if several agents without a name share a role, because they would be trained as one. `caller` makes a call.
+
+    `first_agents` holds the first agent of each role, with the line of the application that runs it.
     """
     if caller.nameless is None:
         return
-    agent, place = caller.nameless
-    first_agent, first_place = first_agents.setdefault(caller.role, caller.nameless)
+    agent, line = caller.nameless
+    first_agent, first_line = first_agents.setdefault(caller.role, caller.nameless)
     if first_agent is agent:
         return
-    if first_place != place or first_place == UNKNOWN:
-        text = f"Two agents without a name share the role {caller.role!r}: one in {first_place}, one in {place}."
+    if first_line != line or first_line == UNKNOWN:
+        text = f"Two agents without a name share the role {caller.role!r}: one in {first_line}, one in {line}."
     else:
         text = (
             f"Several agents without a name share the role {caller.role!r}, or one agent is created again for each "
-            f"run: {first_place} runs them."
+            f"run: {first_line} runs them."
         )
     warn("shared_role", f"{text} {_REMEDY}")

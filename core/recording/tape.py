@@ -88,8 +88,8 @@ class Tape:
 
     @contextmanager
     def use_tool(self, name: str, arguments: Any) -> Iterator[ToolUse]:
-        """Use a tool within the block. The use has the recorded result, if there is one, and counts the model calls
-        that the tool makes."""
+        """A block in which a tool is used. Yields the use, which has the recorded result if the tool has one for these
+        arguments, and which counts the model calls that the tool makes."""
         digest = _digest(arguments)
         with self._lock:
             queue = self._recorded_results.get((name, digest))
@@ -123,8 +123,11 @@ class Tape:
     def records(
         self, changes: Callable[[Mapping[str, Any]], bool] | None
     ) -> tuple[list[Message], tuple[ToolResult, ...]]:
-        """The results to store: their values as messages, and a `ToolResult` for each. Results that a redactor
-        `changes` are left out."""
+        """The records of all results: the values as messages, and a `ToolResult` for each.
+
+        `changes` tells whether a redactor changes a message (None: there is no redactor). A result that it changes is
+        left out, because a replay could not return the original value.
+        """
         bodies: list[Message] = []
         results: list[ToolResult] = []
         for new in self._new_results:

@@ -104,53 +104,53 @@ def well_formed(answer: Answer) -> tuple[Answer, str | None]:
 
 def _candidate(index: int, candidate: Candidate, faults: list[str]) -> Candidate:
     """A candidate with only values that records can hold. Wrong values are replaced, and named in `faults`."""
-    where = f"choices[{index}]." if index else ""
+    prefix = f"choices[{index}]." if index else ""  # of names in `faults`
     text = candidate.text
-    finish = candidate.finish_reason
+    finish_reason = candidate.finish_reason
     if not isinstance(text, str):
         text = ""
-    if not isinstance(finish, str):
-        faults.append(f"{where}finish_reason is {_kind(finish)}")
-        finish = "unknown"
+    if not isinstance(finish_reason, str):
+        faults.append(f"{prefix}finish_reason is {_kind(finish_reason)}")
+        finish_reason = "unknown"
     token_ids = candidate.token_ids
     logprobs = candidate.logprobs
     if not _are_ids(token_ids):
-        faults.append(f"{where}token_ids are no token ids")
+        faults.append(f"{prefix}token_ids are no token ids")
         token_ids = ()
     if not _are_logprobs(logprobs):
-        faults.append(f"{where}logprobs are not all numbers")
+        faults.append(f"{prefix}logprobs are not all numbers")
         logprobs = ()
     return Candidate(
         index=index,
         text=storable(text),
-        message=_message(candidate.message, where, faults),
+        message=_message(candidate.message, prefix, faults),
         token_ids=token_ids,
         logprobs=logprobs,
-        finish_reason=storable(finish),
+        finish_reason=storable(finish_reason),
         malformed=bool(candidate.malformed),
         shown=candidate.shown,
         stop=storable(candidate.stop) if isinstance(candidate.stop, str) else "",
     )
 
 
-def _message(sent: Any, where: str, faults: list[str]) -> dict[str, Any]:
+def _message(sent: Any, prefix: str, faults: list[str]) -> dict[str, Any]:
     """An assistant message with only values that records can hold. Wrong fields move to the field `MALFORMED`, and are
-    named in `faults`. `where` is the place of the message in the answer."""
+    named in `faults`, with `prefix` before their names."""
     plain = storable(sent)
     if not isinstance(plain, dict):
-        faults.append(f"{where}message is {_kind(sent)}")
+        faults.append(f"{prefix}message is {_kind(sent)}")
         return {"role": "assistant", "content": None, MALFORMED: {"message": plain}}
-    # An integration may have found wrong fields before: keep these too.
-    earlier = plain.pop(MALFORMED, {})
-    wrong_fields = dict(earlier) if isinstance(earlier, dict) else {MALFORMED: earlier}
-    faults.extend(f"{where}{name}" for name in wrong_fields)
+    # An integration may have moved wrong fields there before: keep these too.
+    moved = plain.pop(MALFORMED, {})
+    wrong_fields = dict(moved) if isinstance(moved, dict) else {MALFORMED: moved}
+    faults.extend(f"{prefix}{name}" for name in wrong_fields)
     for name, decode in _fields.items():
         if name not in plain:
             continue
         try:
             decode(_encode(plain[name]))
         except msgspec.ValidationError:
-            faults.append(f"{where}message.{name} is {_kind(plain[name])}")
+            faults.append(f"{prefix}message.{name} is {_kind(plain[name])}")
             wrong_fields[name] = plain.pop(name)
     if not wrong_fields and "role" in plain:
         return plain
@@ -161,8 +161,8 @@ def _message(sent: Any, where: str, faults: list[str]) -> dict[str, Any]:
 
 
 def storable(value: Any) -> Any:
-    """The value after a conversion to JSON and back. A value that JSON cannot hold becomes its `repr`, a lone surrogate
-    its escape, and a value that is nested too deeply a text in brackets."""
+    """The value after a conversion to JSON and back, which a record can hold. A value that JSON cannot hold becomes its
+    `repr`, a lone surrogate its escape, and a value that is nested too deeply a text in brackets."""
     try:
         return msgspec.json.decode(_encode(value))
     except (ValueError, TypeError, OverflowError, RecursionError):
@@ -175,7 +175,8 @@ def storable(value: Any) -> Any:
 
 
 def clean(value: Any) -> Any:
-    """A JSON value that every reader accepts: long integers as texts, lone surrogates escaped, no NaN.
+    """A JSON value in a form that every reader of JSON accepts: long integers become texts, lone surrogates their
+    escapes, and NaN and infinities None.
 
     Two adjacent halves of a surrogate pair become one character: two events of a stream may bring them separately.
     """

@@ -89,14 +89,14 @@ class Policies(msgspec.Struct, frozen=True):
         """The trained roles, and the policies that play them."""
         return {role: name for role, name in self.roles.items() if self.specs[name].trained}
 
-    def bases(self, own: str) -> dict[str, list[str]]:
-        """The base models with the policies on them. The run's model `own` comes first, even if no policy is on it.
+    def bases(self, run_model: str) -> dict[str, list[str]]:
+        """The names of the policies on each base model. The model of the run comes first, even without a policy.
         Policies of kind provider have no base model.
         """
-        bases: dict[str, list[str]] = {own: []}
+        bases: dict[str, list[str]] = {run_model: []}
         for spec in self.specs.values():
             if spec.kind != "provider":
-                bases.setdefault(spec.model or own, []).append(spec.name)
+                bases.setdefault(spec.model or run_model, []).append(spec.name)
         return bases
 
     def roles_of(self, name: str) -> list[str]:
@@ -126,13 +126,17 @@ STEPS_BETWEEN_SWAPS = 5
 
 
 def swapped_roles(roles: Mapping[str, str], ring: Sequence[str], step: int) -> dict[str, str]:
-    """The policy of each role after the roles of `ring` have exchanged theirs (CORY, arXiv 2410.06101: pioneer and
-    observer exchange their models). In step s (from 0), each role of the ring has the policy of the role that is
-    s // STEPS_BETWEEN_SWAPS places after it."""
-    shift = step // STEPS_BETWEEN_SWAPS
+    """The policy of each role in a training step, if the roles of `ring` exchange their policies every
+    STEPS_BETWEEN_SWAPS steps (CORY, arXiv 2410.06101: pioneer and observer exchange their models).
+
+    `roles` has the policy of each role in step 0. At each exchange, a role gets the policy of the next role of the
+    ring.
+    """
+    n_exchanges = step // STEPS_BETWEEN_SWAPS
     policy_of = dict(roles)
-    for place, role in enumerate(ring):
-        policy_of[role] = roles[ring[(place + shift) % len(ring)]]
+    for position, role in enumerate(ring):
+        first_player = ring[(position + n_exchanges) % len(ring)]
+        policy_of[role] = roles[first_player]
     return policy_of
 
 

@@ -30,23 +30,23 @@ def load_tasks(path: str | Path) -> list[Task]:
         raise ConfigError("tasks", str(path), "is in UTF-16", "Save it as UTF-8.")
     tasks: list[Task] = []
     line_of_id: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
+        place = f"{path}, line {line_number}"
         try:
             value = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if not tasks and (kind := _one_value(text)):
                 raise ConfigError("tasks", str(path), f"is {kind}, not one task on each line", _EXAMPLE) from None
-            raise ConfigError("tasks", f"{path}, line {number}", f"is not valid JSON ({error})", _EXAMPLE) from None
+            raise ConfigError("tasks", place, f"is not valid JSON ({error})", _EXAMPLE) from None
         except RecursionError:
-            fault = "is nested too deeply"
-            raise ConfigError("tasks", f"{path}, line {number}", fault, _EXAMPLE) from None
-        task = as_task(value, number)
+            raise ConfigError("tasks", place, "is nested too deeply", _EXAMPLE) from None
+        task = as_task(value, line_number)
         if task.id in line_of_id:
             fault = f"repeats the id {task.id!r} of line {line_of_id[task.id]}"
-            raise ConfigError("tasks", f"{path}, line {number}", fault, "Rename or remove one of the two tasks.")
-        line_of_id[task.id] = number
+            raise ConfigError("tasks", place, fault, "Rename or remove one of the two tasks.")
+        line_of_id[task.id] = line_number
         tasks.append(task)
     if len(tasks) == 1 and isinstance(tasks[0].input, list):
         remedy = f'{_EXAMPLE} If the list is one task, put it into an object: {{"messages": [...]}}.'
@@ -71,8 +71,8 @@ def as_task(value: Any, number: int) -> Task:
 
 
 def task_of(value: Any, name: str) -> Task:
-    """A task from a value outside a file. A text is its own id, another value without an id gets a digest, and None
-    becomes the task `name`."""
+    """A task from a value that is not in a tasks file. The id of a text is the text itself, and the id of another value
+    without an id is a digest. None becomes the task `name` without an input."""
     if value is None:
         return Task(id=name, input=None)
     if isinstance(value, str):
@@ -86,9 +86,8 @@ def task_digest(value: Any) -> str:
 
 
 def _named(value: Any) -> Task | None:
-    """The task that a value of a tasks file describes with an id. None if it has no id: then the number of its line is
-    the id.
-    """
+    """The task of a value that has an id: a Task, an object with `task_id` and `input`, or an object with `id`. None
+    for another value."""
     if isinstance(value, Task):
         return value
     if isinstance(value, Mapping) and value.keys() == {"task_id", "input"}:

@@ -13,17 +13,17 @@ from cotune.records.structs import CallRecord, Episode, Message, Record
 
 
 def pack(records: Sequence[Record]) -> tuple[bytes, int]:
-    """Records as bytes, and the number of records that could not be encoded. Values that are not JSON are replaced as
-    in the store."""
+    """Encode records as bytes. Returns also the number of records that could not be encoded, and are left out. Values
+    that are not JSON are replaced as in the store."""
     try:
         return _packer.encode(records), 0
     except Exception:  # noqa: BLE001
-        encoded = []
+        encoded = []  # one by one, because at least one record has a value that is not JSON
         for record in records:
             try:
                 encoded.append(msgspec.Raw(_packer.encode(storable_record(record))))
             except Exception:  # noqa: BLE001
-                continue  # counted in what is returned
+                continue  # its number is returned
         return _packer.encode(encoded), len(records) - len(encoded)
 
 

@@ -35,7 +35,8 @@ _uuid_time: Callable[[], tuple[bytes, int]] | None = getattr(uuid, "_generate_ti
 
 @cache
 def install() -> None:
-    """Install the hooks, also in modules that have imported functions such as `random.random` by name. Idempotent."""
+    """Hook the functions of uuid, random, secrets and os.urandom, so that frozen episodes can record and return their
+    values. Modules that have imported such a function by name get the hook too. Once per process, by the cache."""
     shared: Any = random._inst
     originals = (random.random, random.getrandbits, _urandom)
     shared.__class__ = _Shared  # the other functions of the module `random` are methods of this object
@@ -47,11 +48,13 @@ def install() -> None:
 
 
 def replace_everywhere(originals: tuple[Any, ...], hooked: tuple[Any, ...], *, own: bool = False) -> None:
-    """Replace `originals` with `hooked` in all loaded modules, under any name. With `own`, only in the application's
-    own modules."""
+    """Replace each function of `originals` with the one at the same position in `hooked`, under any name, in all loaded
+    modules except cotune's. With `own`, only in the application's own modules."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
-        if str(names.get("__name__")).startswith("cotune.") or (own and is_library_file(names.get("__file__") or "<")):
+        if str(names.get("__name__")).startswith("cotune."):
+            continue
+        if own and is_library_file(names.get("__file__") or "<"):
             continue
         for name, value in list(names.items()):
             for original, new in zip(originals, hooked, strict=True):
@@ -75,18 +78,18 @@ def _hooked_uuid_time() -> tuple[bytes, int]:
 
     Returns all 16 bytes of the id, and a status: 0 if no other process can have drawn the same id.
     """
-    assert _uuid_time is not None
+    new_id = _uuid_time
+    assert new_id is not None
     if (frozen := _recorded_values()) is None:
-        return _uuid_time()
+        return new_id()
     chance, place = frozen
-    time = _uuid_time
 
     def draw() -> list[Any]:
-        id, safe = time()
-        return [id.hex(), safe]
+        id, status = new_id()
+        return [id.hex(), status]
 
-    digits, safe = chance.draw_value("uuid1", place, draw)
-    return bytes.fromhex(digits), safe
+    digits, status = chance.draw_value("uuid1", place, draw)
+    return bytes.fromhex(digits), status
 
 
 def _hooked_seed(self: random.Random, a: Any = None, version: int = 2) -> None:
@@ -124,28 +127,33 @@ class _Shared(random.Random):
 
 
 def recorded_values_here(hook: str, *, besides: tuple[str, ...] = (), own: bool = False) -> tuple[Chance, str] | None:
-    """If the episode that runs here is frozen, its recorded values (`Chance`), and the place in the code that asks for
-    one of them.
+    """For a hooked function such as `random.random`: the episode's values (`Chance`) to use instead of the real
+    function, and the place in the code that calls it. None if the real function must be used.
 
-    `hook` is the module whose function was called instead of, for example, `random.random`. Returns None outside frozen
-    episodes, for the standard library, and for packages whose names begin with one of `besides`: they use random
-    numbers and the clock for themselves, and must get real ones. With `own`, only the application's own code gets
-    recorded values.
+    That is the case outside a frozen episode, and for calls from the standard library or from a package whose name
+    begins with one of `besides`: these use random numbers and the clock for themselves. With `own`, it is the case for
+    all code except the application's own. `hook` is the module of the hook.
     """
     live = current_episode.get()
     if live is None or live.chance is None or live.ended:
         return None
+    # The first frame outside the hook and outside modules that only pass on the call.
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and ((module := _module(frame)) in _THROUGH or module == hook):
+    while frame is not None and _module(frame) in (hook, *_THROUGH):
         frame = frame.f_back
-    if frame is None or _is_cotune(module) or module.startswith(besides) or is_standard(frame):
+    if frame is None:
         return None
-    return None if own and is_library(frame) else (live.chance, _calling_functions(frame))
+    module = _module(frame)
+    if _is_cotune(module) or module.startswith(besides) or is_standard(frame):
+        return None
+    if own and is_library(frame):
+        return None
+    return live.chance, _calling_functions(frame)
 
 
 def _calling_functions(frame: FrameType) -> str:
-    """The function that asks, and functions of the application around it. Without line numbers, which any edit
-    changes."""
+    """The function of a frame and the nearest functions of the application around it, as one text. It has no line
+    numbers, because any edit of the code changes these."""
     names = [f"{_module(frame)}.{frame.f_code.co_qualname}"]
     outer = frame.f_back
     while outer is not None and len(names) <= _AROUND:

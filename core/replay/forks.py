@@ -15,7 +15,7 @@ from cotune.errors import ConfigError
 from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord
 
-_FORM = re.compile(r"(all|decisive)|(first|every|entropy):([1-9][0-9]*)|(role):(.+)")
+_FORM = re.compile(r"(?P<alone>all|decisive)|(?P<counted>first|every|entropy):(?P<count>[1-9][0-9]*)|role:(?P<role>.+)")
 
 
 class ForkRule(msgspec.Struct, frozen=True):
@@ -38,11 +38,11 @@ def fork_rule(text: str) -> ForkRule:
             "is not one of all, decisive, first:N, every:N, entropy:N, role:NAME",
             "For example: --set replay.forks=first:2",
         )
-    if match[1]:
-        return ForkRule(match[1])  # type: ignore[arg-type]
-    if match[4]:
-        return ForkRule("role", role=match[5].strip())
-    return ForkRule(match[2], int(match[3]))  # type: ignore[arg-type]
+    if match["alone"]:
+        return ForkRule(match["alone"])  # type: ignore[arg-type]
+    if match["role"]:
+        return ForkRule("role", role=match["role"].strip())
+    return ForkRule(match["counted"], int(match["count"]))  # type: ignore[arg-type]
 
 
 Place = tuple[str, int]
@@ -58,12 +58,11 @@ def choose_forks(
 ) -> list[CallRecord]:
     """Choose at most `most` of an episode's forkable `calls`. Input and result are in step order.
 
-    `decisive` takes the calls whose places have the largest `effects` in earlier steps; places without an effect are
-    left out, and places that are not known yet come first. If no call is left (`none_decides`), it draws from all.
-
-    If the rule allows more, `first` and `entropy` take the first ones in their order. `all`, `every` and `role` draw at
-    random with `seed`, and so does `decisive` if no place has an effect (`none_decides`). The weight of a call is 1 /
-    the number of calls from it to the end, the cost of finishing its branches.
+    `first` takes the first calls, and `entropy` the calls with the highest entropy. `decisive` takes the calls whose
+    answers had the largest `effects` in earlier steps; the effect of a role's turn that is not in `effects` counts as
+    the largest. The other rules draw at random with `seed` if they allow more than `most` calls, and so does `decisive`
+    if no call has an effect (`none_decides`). The weight of a call is then 1 / the number of calls from it to the end,
+    which is the cost of finishing its branches.
 
     The choice depends on the episode's answers: on their entropy, and on the number of calls that followed. So the
     answer of a forked call is not a fair sample for its prompt: only the answers of branches are compared (`collect`).
@@ -90,7 +89,8 @@ def choose_forks(
     if len(allowed) <= most:
         return allowed
     # Weighted sampling without replacement (Efraimidis and Spirakis 2006): the highest random() ** (1 / weight).
-    calls_to_end = {call.id: len(calls) - place for place, call in enumerate(calls)}
+    # Here 1 / weight is the number of calls from the call to the end.
+    calls_to_end = {call.id: len(calls) - position for position, call in enumerate(calls)}
     rng = random.Random(seed)
     drawn = sorted(allowed, key=lambda call: rng.random() ** calls_to_end[call.id], reverse=True)
     return sorted(drawn[:most], key=lambda call: call.step)
@@ -119,7 +119,7 @@ def can_repeat_before(calls: Sequence[CallRecord], fork: CallRecord) -> bool:
 
 
 def parallel_blocks(calls: Sequence[CallRecord]) -> list[list[CallRecord]]:
-    """The calls of an episode in step order, in blocks: calls that ran at the same time are one block."""
+    """The `calls` of an episode, which are in step order, grouped into blocks of calls that ran at the same time."""
     blocks: list[list[CallRecord]] = []
     end = float("-inf")
     for call in calls:
@@ -145,11 +145,16 @@ class Budget(msgspec.Struct, frozen=True):
 
 
 def budget(calls: Sequence[CallRecord], forks: Collection[CallRecord], plan: Plan, plans: Mapping[str, Plan]) -> Budget:
-    """The calls of the branches at each of `forks`, in an episode with these calls. `plans` has the plans of roles with
-    another number of branches (K) than `plan`."""
+    """The expected calls of all branches of an episode that has these `calls` and is forked at each of `forks`.
+
+    `plan` has the number of branches of a fork (K), and `plans` has the plans of roles with another number.
+    """
     total = Budget()
     for fork in forks:
         branches = plans.get(fork.role, plan).k
-        repeated = sum(c.id != fork.id and c.started < fork.started + fork.latency for c in calls)
-        total += Budget(branches, branches * (len(calls) - repeated), branches * repeated)
+        # A branch repeats the calls that began before the forked call ended, and samples all others.
+        fork_end = fork.started + fork.latency
+        repeated = sum(call.id != fork.id and call.started < fork_end for call in calls)
+        sampled = len(calls) - repeated
+        total += Budget(branches, sampled=branches * sampled, repeated=branches * repeated)
     return total

@@ -69,18 +69,19 @@ def answer_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> str:
-    """The first difference between two requests of a role, in the order messages, tools, model, parameters."""
-    messages_in_record, tools = script.messages_and_tools(recorded)
+    """A phrase for the first difference of the request `call` from a recorded request. Messages are compared first,
+    then tools, the model and parameters."""
+    messages_in_record, recorded_tools = script.messages_and_tools(recorded)
     recorded_messages = _comparable_messages(messages_in_record)
     messages = _comparable_messages(call.messages)
-    for number, (was, now) in enumerate(zip(recorded_messages, messages, strict=False)):
+    for number, (was, now) in enumerate(zip(recorded_messages, messages, strict=False), 1):
         if _text(was) != _text(now):
             speaker = str(now.get("role", "no role")) if isinstance(now, Mapping) else "no message"
-            return f"message {number + 1} ({speaker}), {_message_difference(was, now)}"
+            return f"message {number} ({speaker}), {_message_difference(was, now)}"
     if len(recorded_messages) != len(messages):
         return f"it has {len(messages)} messages, recorded are {len(recorded_messages)}"
-    if _text(tools) != _text(call.tools):
-        return f"tools, {_tool_difference(tools or [], call.tools or [])}"
+    if _text(recorded_tools) != _text(call.tools):
+        return f"tools, {_tool_difference(recorded_tools or [], call.tools or [])}"
     if recorded.model != call.model:
         return f"the model: recorded {recorded.model!r}, now {call.model!r}"
     for name in sorted(answer_params({**recorded.params, **call.params})):
@@ -124,10 +125,10 @@ def _tool_difference(was: Sequence[Any], now: Sequence[Any]) -> str:
 
 
 def _value_difference(was: Any, now: Any) -> str:
-    """The first character at which two values differ, with the text around it in both.
+    """A phrase for the first character at which two values differ, with the text around it in both.
 
-    Times and random numbers are recognised by their form and named, because these values differ in every run and can be
-    frozen.
+    It names a time or a random number that it recognises by its form, because these differ in every run and can be
+    recorded.
     """
     old = _text(was)
     new = _text(now)
@@ -136,15 +137,14 @@ def _value_difference(was: Any, now: Any) -> str:
     while position < shorter and old[position] == new[position]:
         position += 1
     start = max(0, position - _EXCERPT_BEFORE)
-    kind = ""
-    for name, form in _CHANCE_PATTERNS.items():
-        if _matches_at(form, old, position) and _matches_at(form, new, position):
-            kind = name
+    looks_like = ""
+    for kind, pattern in _CHANCE_PATTERNS.items():
+        if _matches_at(pattern, old, position) and _matches_at(pattern, new, position):
+            looks_like = f"{LOOKS_LIKE}{kind})"
             break
-    seems = f"{LOOKS_LIKE}{kind})" if kind else ""
     old_excerpt = _excerpt(old, start, position)
     new_excerpt = _excerpt(new, start, position)
-    return f"character {position + 1}: recorded {old_excerpt}, now {new_excerpt}{seems}"
+    return f"character {position + 1}: recorded {old_excerpt}, now {new_excerpt}{looks_like}"
 
 
 def _matches_at(form: re.Pattern[str], text: str, position: int) -> bool:

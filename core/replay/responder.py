@@ -87,7 +87,8 @@ class ReplayResponder:
             raise self.diverged
 
     def require_complete(self) -> None:
-        """Raise the first divergence, or ReplayDiverged if a recorded call was not asked that had to be."""
+        """Raise ReplayDiverged if the episode that has ended did not repeat the record: at its first divergence, or
+        because it did not make a recorded call."""
         self.require_followed()
         not_asked = [entry.call for entry in self._entries if not entry.asked.done()]
         if self.replay.fork and not self._forked:
@@ -98,29 +99,37 @@ class ReplayResponder:
             # A call in `parallel` may follow another one there, whose new answer can make it different.
             if call.id in self.replay.parallel:
                 continue
-            # With a fork, an episode may end before it asks again: only a role that went on must have asked.
-            if call.id in self._unaffected_calls and (not self.replay.fork or self._new_calls[call.role]):
+            # After a fork, an episode may end before it makes such a call. But a role that has made a new call, which
+            # comes later, must have made its recorded calls before.
+            must_be_asked = not self.replay.fork or self._new_calls[call.role] > 0
+            if call.id in self._unaffected_calls and must_be_asked:
                 missing.append(call)
         if missing:
             text = f"{_recorded_turn_text(missing[0])} is not asked this time"
-            others = len(missing) - 1
-            if others == 1:
+            n_others = len(missing) - 1
+            if n_others == 1:
                 text += ", nor is 1 other"
-            elif others > 1:
-                text += f", nor are {others} others"
+            elif n_others > 1:
+                text += f", nor are {n_others} others"
             self._diverge(missing[0], f"{text}.")
 
     def _match(self, call: LiveCall) -> _Entry | None:
-        """The recorded call that `call` repeats; None for a new call, after the fork or after a redrawn call."""
+        """The recorded call that `call` repeats. It is marked as asked, and no other call repeats it.
+
+        None for a new call, which may come after a new answer (of the fork, or of a call in `replay.parallel`). Raises
+        ReplayDiverged for a new call before that, and for a recorded call that cannot be answered again.
+        """
         with self._lock:
             self.require_followed()
-            queue = self._queues.get((call.role, digest(call.messages, call.tools, call.model, call.params)))
-            entry = next((entry for entry in queue or () if self._may_repeat(entry.call)), None)
+            request = digest(call.messages, call.tools, call.model, call.params)
+            queue = self._queues.get((call.role, request), deque())
+            entry = next((entry for entry in queue if self._may_repeat(entry.call)), None)
             if entry is None and (self._forked or self._redrawn):
                 self._new_calls[call.role] += 1
                 return None
-            if entry is None or queue is None:
-                self._diverge(call, *self._difference(call))
+            if entry is None:
+                cause, remedy = self._difference(call)
+                self._diverge(call, cause, remedy)
             if entry.call.fault and entry.call.id not in (self.replay.fork, *self.replay.parallel):
                 cause = f"{_recorded_turn_text(entry.call)} cannot be answered again: {entry.call.fault}."
                 self._diverge(call, cause, "Fork before it, or choose another episode.")
@@ -136,30 +145,33 @@ class ReplayResponder:
         return True
 
     async def _wait_for_order(self, call: LiveCall, recorded: ScriptCall) -> None:
-        """Wait for the answers that came earlier in the record while this call waited, and for the recorded time after
-        them."""
+        """Delay the answer to `call`, so that parallel calls are answered in the order of the record.
+
+        `recorded` is the recorded call. In the record, other calls may have been answered while it waited. Their
+        answers come first now too. The time from the last of them to this answer is kept, within `ORDER_GAP`.
+        """
         earlier = [entry for entry in self._entries if recorded.started < entry.call.ended < recorded.ended]
-        if not earlier:  # no other answer came while it waited
+        if not earlier:
             return
         for other in earlier:
-            asked, _ = await asyncio.wait({asyncio.wrap_future(other.asked)}, timeout=PATIENCE)
-            if asked:
+            is_asked, _ = await asyncio.wait({asyncio.wrap_future(other.asked)}, timeout=PATIENCE)
+            if is_asked:
                 await asyncio.wait({asyncio.wrap_future(other.answered)})
-            else:  # the application may ask for it only after this answer
+            else:  # the application may make the other call only after this answer
                 call.episode.warn(
                     "replay_order",
-                    f"Role {call.role!r} is answered before a call of role {other.call.role!r} that had its answer "
-                    f"first in the record: that one was not asked within {PATIENCE:g} s.",
+                    f"Role {call.role!r} is answered before a call of role {other.call.role!r}, which was answered "
+                    f"first in the record: the application did not make that call within {PATIENCE:g} s.",
                 )
         gap_in_record = recorded.ended - max(other.call.ended for other in earlier)
         shortest, longest = ORDER_GAP
         await asyncio.sleep(min(longest, max(shortest, gap_in_record)))
 
     async def _fork(self, call: LiveCall, recorded: ScriptCall) -> Answer | None:
-        """Answer the forked call, with the answer that the replay sets or with a new one, and note the fork in the
-        episode.
+        """Answer the call at which the episode is forked (`recorded` in the record), and note the fork in the episode.
 
-        A new answer must be to the same prompt: the episode diverges if the token ids of equal messages differ.
+        The answer is `replay.answer` if it is set, otherwise a new one. A new answer must be to the same prompt: the
+        episode diverges if the messages are equal but their token ids differ.
         """
         call.episode.fork = Fork(self.replay.script.episode, recorded.id, call.id)
         # Answers from the script took no time. The clock of the episode continues from the recorded call's time.
@@ -191,13 +203,14 @@ class ReplayResponder:
         raise self.diverged
 
     def _difference(self, call: LiveCall) -> tuple[str, str]:
-        """The difference between a request that was not recorded and the most similar recorded one, and the remedy."""
+        """The cause and the remedy of the error for a request that was not recorded. The cause names the first
+        difference from the most similar recorded request of the role that has not been repeated."""
         this_call = f"Turn {call.turn} of role {call.role!r}"
-        of_role = [entry for entry in self._entries if entry.call.role == call.role]
-        not_asked = [entry.call for entry in of_role if not entry.asked.done()]
+        entries_of_role = [entry for entry in self._entries if entry.call.role == call.role]
+        not_asked = [entry.call for entry in entries_of_role if not entry.asked.done()]
         if not not_asked:
-            if of_role:
-                recorded = f"{len(of_role)} calls of that role"
+            if entries_of_role:
+                recorded = f"{len(entries_of_role)} calls of that role"
             else:
                 roles = ", ".join(sorted({entry.call.role for entry in self._entries}))
                 recorded = f"no call of that role, but of {roles}"
@@ -205,7 +218,8 @@ class ReplayResponder:
         script = self.replay.script
         most_similar = max(not_asked, key=lambda other: (other.turn == call.turn, similarity(script, other, call)))
         difference = first_difference(script, most_similar, call)
-        remedy = _BY_CHANCE if LOOKS_LIKE in difference and not script.reads else _CHANGED
+        is_by_chance = LOOKS_LIKE in difference and not script.reads  # a time or random value that was not recorded
+        remedy = _BY_CHANCE if is_by_chance else _CHANGED
         return f"{this_call} differs from the record in {difference}.", remedy
 
 

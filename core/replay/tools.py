@@ -42,22 +42,26 @@ def record_results(
     skip: int = 0,
     without: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """`original` with its results recorded and returned again in a replay, if `name_of` returns a name for the tool.
+    """A wrapper of `original`, a function that runs a tool. In an episode it records the results. In a replay it
+    returns them again instead of running the tool.
 
-    The first `skip` arguments, and arguments named in `without`, do not distinguish two uses.
+    `name_of` returns the name of the tool for the arguments of a use, or None if the use is not recorded. The first
+    `skip` arguments, and arguments named in `without`, do not distinguish two uses.
     """
 
     @contextmanager
     def use_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ToolUse]:
-        """One use of the tool, which is recorded if it happens in an episode.
+        """A block for one use of the tool with these arguments. Yields the use, in which the block sets the result
+        unless it is known from the record. After the block, a result in an episode is recorded.
 
         A tool that calls itself is recorded once: a replay returns the result of the outer use without the inner one.
         """
         live = current_episode.get()
-        at_work = tool_at_work.get().use
+        outer_use = tool_at_work.get().use
         name = None if live is None else name_of(live, args, kwargs)
-        if live is None or name is None or (at_work is not None and at_work.name == name):
-            yield ToolUse("", "")
+        calls_itself = outer_use is not None and outer_use.name == name
+        if live is None or name is None or calls_itself:
+            yield ToolUse("", "")  # not recorded
             return
         started = live.now()
         with live.tape.use_tool(name, arguments_of(args[skip:], kwargs, without)) as use:
@@ -84,12 +88,15 @@ def record_results(
 
 
 def framework_tool(*without: str) -> Callable[[Any], Any]:
-    """A wrapper for a framework's method that runs a tool, for episodes that record these tools. Arguments named in
-    `without` describe the run and do not distinguish two uses."""
+    """A decorator for the method by which a framework runs a tool. In episodes that record the tools of frameworks, it
+    records the results, and returns them in a replay. Arguments named in `without` do not distinguish two uses."""
 
     def wrapper(original: Any) -> Any:
         def name_of(live: LiveEpisode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-            return str(getattr(args[0], "name", type(args[0]).__name__)) if live.tape.frameworks else None
+            if not live.tape.frameworks:
+                return None
+            tool = args[0]  # `self` of the method
+            return str(getattr(tool, "name", type(tool).__name__))
 
         return record_results(original, name_of, skip=1, without=without)
 

@@ -21,18 +21,23 @@ started_by: ContextVar[tuple[Function, ...] | None] = ContextVar("cotune_started
 
 
 def functions_around(frame: FrameType | None) -> tuple[Function, ...]:
-    """The application's functions that are running at `frame`, innermost first, each once."""
-    started = started_by.get()
+    """The application's functions around `frame`, innermost first, each once: the ones on its stack, then the ones that
+    started its task or thread (`started_by`)."""
+    starters = started_by.get()
     functions: list[Function] = []
     while frame is not None:
         code = frame.f_code
         module = str(frame.f_globals.get("__name__"))
-        if module == _OUTSIDE or (module == _LOOP and started is not None):
+        # In a task, the functions outside the event loop only run the loop: the starters are known instead.
+        is_outside_task = module == _LOOP and starters is not None
+        if module == _OUTSIDE or is_outside_task:
             break
         if code.co_name not in _NAMELESS and _is_own(code.co_filename, module):
             functions.append((code.co_qualname, module))
         frame = frame.f_back
-    return tuple(dict.fromkeys((*functions, *(started or ()))))
+    if starters is not None:
+        functions.extend(starters)
+    return tuple(dict.fromkeys(functions))
 
 
 @functools.lru_cache(4096)

@@ -43,9 +43,11 @@ def survives_fork(thing: Forkable) -> None:
 
 
 def end_child(error: BaseException | None) -> NoReturn:
-    """End a forked child in which the application's code has returned to cotune. The run belongs to the parent."""
+    """End a child process that the application's code has forked, when the code returns to cotune in it. The run
+    continues only in the parent. `error` is the exception of the code, if any."""
     status = 0
     if isinstance(error, SystemExit):
+        # As in Python: sys.exit() is 0, sys.exit(2) is 2, and sys.exit("a text") is 1.
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     elif error is not None:
         traceback.print_exception(error)

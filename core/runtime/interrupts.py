@@ -24,6 +24,22 @@ TOGETHER = 0.2
 group."""
 
 
+@contextlib.contextmanager
+def _handled_by(
+    handler: Callable[[int, FrameType | None], object], numbers: Iterable[signal.Signals]
+) -> Iterator[None]:
+    """A block in which `handler` handles these signals, if it is on the main thread. Afterwards the earlier handlers
+    do."""
+    earlier_handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        earlier_handlers = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier_handler in earlier_handlers.items():
+            signal.signal(number, earlier_handler)
+
+
 class Interrupts:
     """Handles the signals while a loop runs. The first signal calls `on_first` on the loop."""
 
@@ -34,22 +50,19 @@ class Interrupts:
         self.on_first: Callable[[], object] = lambda: None
 
     @contextlib.contextmanager
-    def taking(self, numbers: Iterable[signal.Signals]) -> Iterator[None]:
-        """Handle these signals inside. Only the main thread can handle signals."""
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            before = {number: signal.signal(number, self.handle) for number in numbers}
-        try:
+    def handling(self, numbers: Iterable[signal.Signals]) -> Iterator[None]:
+        """A block in which `handle` is the handler of these signals. On other threads than the main thread it does
+        nothing, because they cannot handle signals."""
+        with _handled_by(self.handle, numbers):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler. It is Python's and not asyncio's, which needs a running loop: the application may block
-        the loop."""
+        """The signal handler: at the first signal call `on_first` on the loop, at the second end the process.
+
+        It is Python's handler and not asyncio's, which runs on the loop: the application may block the loop.
+        """
         now = time.monotonic()
-        if self.count and now - self._first < TOGETHER:
+        if self.count and now - self._first < TOGETHER:  # sent to the process and to its group: counts once
             return
         self.count += 1
         if number == signal.SIGHUP:
@@ -98,16 +111,11 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ends_as_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP (a closed terminal) have the effect of Ctrl-C. Works only on the main thread."""
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        ends = [number for number in _SIGNALS[1:] if not _by_nohup(number)]
-        before = {number: signal.signal(number, _interrupt) for number in ends}
-    try:
+    """A block in which SIGTERM and SIGHUP (a closed terminal) have the effect of Ctrl-C, if it is on the main thread. A
+    SIGHUP that `nohup` ignores stays ignored."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if not _by_nohup(number)]
+    with _handled_by(_interrupt, numbers):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -137,29 +145,29 @@ def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
     """Handle the signals inside, on the main thread, unless the application handles them itself."""
     signals = state_of_loop(loop, _STATE, lambda: Interrupts(loop))
     usual = [number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
-    with signals.taking(usual):
+    with signals.handling(usual):
         yield signals
 
 
 @contextlib.contextmanager
 def stop_by(stop: Callable[[], object]) -> Iterator[None]:
-    """Inside, the first signal calls `stop` on the event loop instead of cancelling the work.
+    """A block in which the first signal calls `stop` on the running event loop instead of cancelling the work.
 
-    This replaces other handlers: Ray's drivers handle SIGTERM, and shells let background jobs ignore SIGINT. Only a
-    SIGHUP that is ignored stays ignored, for `nohup`.
+    In the block, all other handlers are replaced: Ray's drivers handle SIGTERM, and shells let background jobs ignore
+    SIGINT. Only a SIGHUP that is ignored stays ignored, for `nohup`.
     """
     loop = asyncio.get_running_loop()
     signals = state_of_loop(loop, _STATE, lambda: None)
     if signals is None:  # the loop is the application's own, and so are the handlers
         yield
         return
-    before = signals.on_first
+    earlier = signals.on_first
     signals.on_first = stop
     try:
-        with signals.taking(number for number in _SIGNALS if not _by_nohup(number)):
+        with signals.handling(number for number in _SIGNALS if not _by_nohup(number)):
             yield
     finally:
-        signals.on_first = before
+        signals.on_first = earlier
 
 
 def _by_nohup(number: signal.Signals) -> bool:

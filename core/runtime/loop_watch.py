@@ -46,16 +46,17 @@ class Blocked(BaseException):
 
 @contextlib.contextmanager
 def watched(limit: asyncio.Timeout, seconds: float | None) -> Iterator[None]:
-    """Inside, the loop of the episode that `limit` bounds may be blocked for at most `seconds`. None: not watched.
+    """A block with an episode, in which application code that blocks the running event loop for more than `seconds` is
+    interrupted. `limit` is the time-out of the episode. None for `seconds`: nothing is interrupted.
 
-    Only a loop on the main thread can be watched: on other threads, application code cannot be interrupted.
+    Only a loop on the main thread is watched: on other threads, application code cannot be interrupted.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
     watch = state_of_loop(loop, "watch", _Watch)
-    with watch.over(limit, seconds):
+    with watch.watching(limit, seconds):
         yield
 
 
@@ -84,9 +85,9 @@ class _Watch:
         self._over = threading.Event()
 
     @contextlib.contextmanager
-    def over(self, limit: asyncio.Timeout, seconds: float) -> Iterator[None]:
-        """Inside, watch the loop for blocking code, which may take `seconds`. The watching thread runs only while a
-        limit is set."""
+    def watching(self, limit: asyncio.Timeout, seconds: float) -> Iterator[None]:
+        """A block with an episode, in which the loop may be blocked for at most `seconds`. `limit` is the time-out of
+        the episode. The watching thread runs only while there is an episode."""
         if not self._limits:
             self._begin()
         self._limits[limit] = seconds
@@ -125,22 +126,26 @@ class _Watch:
         return blocked if blocked > min(self._limits.values(), default=float("inf")) else 0.0
 
     def _check(self, over: threading.Event) -> None:
-        """Check the loop, in a separate thread. The main thread may be in C code that no signal interrupts, or may
-        swallow the exception: then the process is ended, if cotune owns it."""
-        main = threading.main_thread().ident or 0
-        interrupted_at = 0.0
+        """The main function of the watching thread: check the loop until the event `over` is set. Application code that
+        blocks the loop for too long is interrupted by a signal to the main thread.
+
+        The code may be in C code that no signal interrupts, or may swallow the exception. If it still blocks the loop
+        after `GRACE` seconds, the process is ended, if cotune owns it.
+        """
+        main_thread = threading.main_thread().ident or 0
+        interrupted_at = 0.0  # 0 if no interruption is pending
         while not over.wait(INTERVAL):
-            blocked = self._overdue()
-            frame = sys._current_frames().get(main)
-            context = running_context(frame) if blocked else None
+            blocked_seconds = self._overdue()
+            frame = sys._current_frames().get(main_thread)
+            context = running_context(frame) if blocked_seconds else None
             culprit = context.get(user_code, "") if context else ""
             if not culprit:
                 interrupted_at = 0.0
             elif not interrupted_at:
                 interrupted_at = time.monotonic()
-                signal.pthread_kill(main, _SIGNAL)
+                signal.pthread_kill(main_thread, _SIGNAL)
             elif time.monotonic() - interrupted_at > GRACE:
-                fault = f"has blocked its event loop for {blocked:.0f} s and cannot be interrupted"
+                fault = f"has blocked its event loop for {blocked_seconds:.0f} s and cannot be interrupted"
                 message = f"{culprit} {fault}: {thread_place(frame)}."
                 end_process(message)
                 log.error("%s", message)

@@ -59,18 +59,22 @@ def _end_without_threads(status: int) -> None:
 
     Python would otherwise wait for them forever at the end of the process.
     """
-    deadline = time.monotonic() + (GRACE if status != INTERRUPTED else 0.1)
-    while running := _running_threads():
-        if time.monotonic() > deadline:
-            if status != INTERRUPTED:
-                frames = sys._current_frames()
-                places = [f"{thread.name} at {thread_place(frames.get(thread.ident or 0))}" for thread in running[:3]]
-                count = f"{len(running)} threads of the application still run"
-                print_line(f"{count}, the process ends without them: {'; '.join(places)}.")
-            # `_exit` skips the functions of atexit, and Python calls them only after all threads have ended.
-            atexit._run_exitfuncs()
-            _exit(status)
+    is_interrupted = status == INTERRUPTED
+    deadline = time.monotonic() + (0.1 if is_interrupted else GRACE)
+    running = _running_threads()
+    while running and time.monotonic() <= deadline:
         time.sleep(0.05)
+        running = _running_threads()
+    if not running:
+        return
+    if not is_interrupted:
+        frames = sys._current_frames()
+        places = [f"{thread.name} at {thread_place(frames.get(thread.ident or 0))}" for thread in running[:3]]
+        count = f"{len(running)} threads of the application still run"
+        print_line(f"{count}, the process ends without them: {'; '.join(places)}.")
+    # `_exit` skips the functions of atexit, and Python calls them only after all threads have ended.
+    atexit._run_exitfuncs()
+    _exit(status)
 
 
 def _running_threads() -> list[threading.Thread]:

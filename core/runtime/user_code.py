@@ -61,8 +61,11 @@ class AppThread:
         self._thread.start()
 
     async def run(self, fn: Callable[..., T], *args: Any) -> T:
-        """Run `fn` in the caller's context. Raises the exceptions of `fn`, and Stopped like `contain_errors`. A child
-        process that `fn` forked ends here."""
+        """Run `fn` in this thread, in a copy of the caller's context, and return its result.
+
+        Raises the exceptions of `fn`, and Stopped in place of one that would end the whole process, such as SystemExit.
+        If `fn` forks, the child process ends when `fn` returns in it.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         context = contextvars.copy_context()
@@ -79,13 +82,14 @@ class AppThread:
             if os.getpid() != process:
                 # The function forked, and this is the child: it must not run the rest of the run.
                 end_child(raised)
-            if isinstance(raised, StopIteration) or (raised is not None and not isinstance(raised, Exception)):
-                stopped = Stopped(error_phrase(raised))  # a future rejects such an exception
+            # A future rejects StopIteration, and SystemExit and the like would end the loop.
+            if raised is not None and (isinstance(raised, StopIteration) or not isinstance(raised, Exception)):
+                stopped = Stopped(error_phrase(raised))
                 stopped.__cause__ = raised
                 raised = stopped
             self.busy = False
 
-            def end() -> None:
+            def set_result() -> None:
                 if future.done():  # cancelled meanwhile
                     return
                 if raised is not None:
@@ -94,7 +98,7 @@ class AppThread:
                     future.set_result(value)
 
             try:
-                loop.call_soon_threadsafe(end)
+                loop.call_soon_threadsafe(set_result)
             except RuntimeError:  # the loop is closed, so nobody waits for the result
                 return
 
@@ -103,10 +107,9 @@ class AppThread:
         try:
             return await future
         except asyncio.CancelledError as error:
-            if self.busy:
-                error.add_note(
-                    f"its thread goes on at {thread_place(sys._current_frames().get(self._thread.ident or 0))}"
-                )
+            if self.busy:  # the function cannot be stopped
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                error.add_note(f"its thread goes on at {thread_place(frame)}")
             raise
 
     def end(self) -> None:
@@ -144,8 +147,8 @@ async def in_thread(fn: Callable[..., T], *args: Any) -> T:
 
 @asynccontextmanager
 async def pooled_thread() -> AsyncIterator[AppThread]:
-    """A thread of the pool; waits until one is free. If its function still runs at the end of the block, the pool gives
-    the thread up."""
+    """A block with a thread of the running loop's pool. Waits until one is free. If the thread's function still runs at
+    the end of the block, the thread does not return to the pool, and ends when the function does."""
     pool = state_of_loop(asyncio.get_running_loop(), "threads of functions", ThreadPool)
     async with pool.gate:
         thread = pool.idle.pop() if pool.idle else AppThread()
@@ -159,10 +162,11 @@ async def pooled_thread() -> AsyncIterator[AppThread]:
 
 
 async def contain_errors(work: Awaitable[T]) -> T:
-    """Await the application's code. Raises Stopped for a BaseException, except Ctrl-C and a cancellation of the task
-    that runs the code. A cancellation that comes from the code itself is an error like others.
+    """Await the application's code. Raises Stopped in place of an exception that would end the whole process, such as
+    SystemExit. Ctrl-C, and a cancellation of the task that runs the code, pass through.
 
-    A child process that the code forked ends here.
+    If the code cancels itself, that is an error like others. If the code forks, the child process ends when the code
+    returns in it.
     """
     process = os.getpid()
     try:
@@ -180,10 +184,8 @@ async def contain_errors(work: Awaitable[T]) -> T:
 
 
 def thread_place(frame: FrameType | None) -> str:
-    """Where a thread is, as text: file, line, function and source of the innermost frame in the application's code.
-
-    If all of its frames are in libraries, the innermost of these.
-    """
+    """Where a thread is, as text: file, line, function and source of its innermost frame in the application's code, or
+    of its innermost frame if all are in libraries. `frame` is the innermost frame of the thread."""
     innermost = frame
     while frame is not None and is_library(frame):
         frame = frame.f_back
@@ -236,7 +238,8 @@ def error_phrase(error: BaseException) -> str:
 
 
 def _ends_coroutine(error: BaseException) -> bool:
-    """Whether a coroutine is ended from outside: cancelled, or closed by the garbage collector or the end of a loop."""
+    """Whether `error` ends the running coroutine from outside: its task was cancelled, or the coroutine is closed by
+    the garbage collector or at the end of a loop."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

@@ -167,7 +167,7 @@ class SamplerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def in_time(policy: PolicyRef, params: SamplingParams) -> AsyncIterator[None]:
-    """Limit the time of a request. Raises SampleTimeout if the code inside takes longer."""
+    """A block that samples for a request. Raises SampleTimeout if it takes longer than `params.timeout`."""
     try:
         async with asyncio.timeout(params.timeout):
             yield
@@ -217,7 +217,8 @@ class Sampler(Protocol):
 async def publish_verified(
     sampler: Sampler, policy: PolicyRef, weights: Weights, lora: LoraSpec | None, sent: str
 ) -> None:
-    """Publish weights whose fingerprint is `sent`. Raises SyncError when they arrive altered."""
+    """Publish weights, and compare the fingerprint of the weights that arrive with `sent`, the fingerprint of the
+    weights that were sent. Raises SyncError if they differ."""
     arrived = await sampler.publish(policy, weights, lora)
     if arrived != sent:
         raise SyncError(

@@ -124,15 +124,17 @@ def unknown_fields(body: Mapping[str, Any]) -> list[str]:
 
 
 def continues_reply(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the reply continues the last message, because of `continue_final_message` or of `prefix` in the message.
+    """Whether a request asks that its reply continues the last message, by `continue_final_message` or by `prefix` in
+    that message.
 
-    Raises RequestRefused if it cannot.
+    Raises RequestRefused if the last message is not a text of the assistant.
     """
     last = messages[-1] if messages else {}
-    is_prefix = last.get("role") == "assistant" and last.get("prefix")
+    is_of_assistant = last.get("role") == "assistant"
+    is_prefix = is_of_assistant and last.get("prefix")
     if not body.get(CONTINUE) and not is_prefix:
         return False
-    if last.get("role") != "assistant" or last.get("tool_calls") or not last.get("content"):
+    if not is_of_assistant or last.get("tool_calls") or not last.get("content"):
         raise RequestRefused(
             "The request asks to continue the last message, which is not a text of the assistant.",
             "End the messages with the beginning of the reply, or leave out continue_final_message.",
@@ -196,11 +198,12 @@ def fixes_structure(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] 
     for name in GUIDED:
         if body.get(name) is not None:
             return True
-    choice = body.get("tool_choice") or "auto"
+    tool_choice = body.get("tool_choice") or "auto"
     if not tools:
-        return choice not in ("auto", "none")
-    strict = any(function_of(tool).get("strict") for tool in tools)
-    return choice != "auto" or strict or body.get("parallel_tool_calls") is False
+        return tool_choice not in ("auto", "none")
+    has_strict_tool = any(function_of(tool).get("strict") for tool in tools)
+    has_one_call_at_most = body.get("parallel_tool_calls") is False
+    return tool_choice != "auto" or has_strict_tool or has_one_call_at_most
 
 
 def function_of(tool: Any) -> Mapping[str, Any]:
@@ -218,7 +221,8 @@ def form_type(body: Mapping[str, Any]) -> str:
 
 
 def replaced(calls: Iterable[CallRecord]) -> list[str]:
-    """Sentences on the parameters of calls that training replaced with its own values, with the number of calls."""
+    """For each sampling parameter that training replaced with its own value in some calls, a sentence with the number
+    of these calls."""
     counts: Counter[str] = Counter()
     for call in calls:
         for name, neutral in UNSHAPED.items():
@@ -279,7 +283,8 @@ def _top_logprobs(body: Mapping[str, Any]) -> int:
 
 
 def _bias(requested: Any) -> tuple[tuple[int, float], ...]:
-    """`logit_bias` of a request as pairs of a token id and a number, by token id. Raises RequestRefused."""
+    """The field `logit_bias` of a request as pairs of a token id and a number, in the order of the ids. Raises
+    RequestRefused if it is not a dict of numbers by token id."""
     try:
         pairs = [(int(token), _number("logit_bias", value, -_BIAS, _BIAS)) for token, value in requested.items()]
     except (AttributeError, TypeError, ValueError) as error:

@@ -85,7 +85,8 @@ class PolicyResponder:
     """Whether replies are read in a thread, so that long ones delay no other call."""
 
     async def respond(self, call: LiveCall) -> Answer | None:
-        """Answer with K scored candidates, or None for a role without a policy here.
+        """Answer a call with a policy. Returns all sampled candidates with their rewards, and the index of the one that
+        the application gets. None for a role that the application's own provider answers.
 
         If a scorer fails for a candidate, only this candidate has no rewards. The application still gets its answer.
         """
@@ -101,7 +102,9 @@ class PolicyResponder:
             )
             call.episode.warn("unanswerable", str(error))
             raise error
-        # 2. Sample K candidates if a scorer can compare them, else the number that the application asks for.
+
+        # 2. Sample the candidates: under a tree plan K of them, if a scorer can compare them, else the number that the
+        #    application asks for.
         prompt, params = await self.prepare(call)
         n_candidates = int(call.params.get("n") or 1)
         plan = None if self.plan is None else self.plans.get(call.role, self.plan)
@@ -112,6 +115,7 @@ class PolicyResponder:
             candidates = await asyncio.to_thread(self.read, call, prompt, params, completions)
         else:
             candidates = self.read(call, prompt, params, completions)
+
         # 3. Reward all candidates, and choose the one that the application gets.
         scored, failure = await self._score(call, candidates)
         rewards = tuple([result.rewards for result in scored])
@@ -121,9 +125,10 @@ class PolicyResponder:
             lengths.append(Length(len(candidate.token_ids), params.max_tokens, truncated=is_cut))
         attribution = self.own.get(call.role, self.attribution)
         compared_rewards = attribute_siblings(rewards, call.role, attribution, lengths)
+        select = "first" if plan is None else plan.select
         return Answer(
             candidates=candidates,
-            chosen=choose(compared_rewards, plan.select if plan else "first", params.seed or 0),
+            chosen=choose(compared_rewards, select, params.seed or 0),
             prompt_ids=tuple(prompt),
             policy=policy,
             usage=Usage(len(prompt), sum(length.tokens for length in lengths)),
@@ -134,12 +139,15 @@ class PolicyResponder:
         )
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
-        """The prompt and the sampling parameters; raises like `request`.
+        """The prompt of a call and its sampling parameters. Raises like `request`.
 
-        Work that may take long runs in a thread, so that other calls on this loop do not wait.
+        Long messages, and a grammar for a fixed form of the reply, take time. They are handled in a thread, so that
+        other calls on this loop do not wait.
         """
         earlier = call.earlier()
-        if fixes_form(call.params, call.tools) or bytes_of((call.rewritten or call).messages, INLINE) > INLINE:
+        out = call.rewritten or call  # the request with edited prompts, if there are any
+        may_take_long = fixes_form(call.params, call.tools) or bytes_of(out.messages, INLINE) > INLINE
+        if may_take_long:
             return await asyncio.to_thread(self.request, call, earlier)
         return self.request(call, earlier)
 
@@ -161,11 +169,12 @@ class PolicyResponder:
         return self.max_model_len
 
     def request(self, call: LiveCall, earlier: Sequence[bytes]) -> tuple[list[int], SamplingParams]:
-        """The prompt and the sampling parameters. `earlier` are packed token paths that the prompt may extend.
+        """The prompt of a call and its sampling parameters. `earlier` are the packed token ids of earlier prompts of
+        the role, with and without their replies: the prompt reuses the ids of the longest one that it extends.
 
         Raises RequestRefused, and counts it, if the request asks for something that is not supported.
         """
-        out = call.rewritten or call
+        out = call.rewritten or call  # the request with edited prompts, if there are any
         episode = call.episode
         chat = self.chat_of(call.role)
         requested = out.params
@@ -174,6 +183,7 @@ class PolicyResponder:
             check_supported(requested)
             self._warn_of_parameters(call, requested)
             params = self._with_seed(call, request_params(requested, self.defaults, self._override_of(call.role)))
+
             # 2. The images. A reply must not hold image tokens, as there is no image for them.
             images = self._images_of(call, chat)
             if images:
@@ -182,6 +192,7 @@ class PolicyResponder:
             restricts_end = requested.get("ignore_eos") or requested.get("allowed_token_ids")
             if restricts_end and not ends_itself(requested, chat.end_token_ids):
                 params = _never_drawing(params, chat.end_token_ids)
+
             # 3. The prompt, and the room that it leaves for the reply.
             arguments: dict[str, Any] = {"earlier": earlier}
             options = self._template_options(call, chat)
@@ -198,6 +209,7 @@ class PolicyResponder:
                         f"The prompt has {len(prompt)} tokens; the model takes {longest} with the reply."
                     )
                 params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, tokens_left))
+
             # 4. The form of the reply.
             if fixes_form(requested, out.tools):
                 params = msgspec.structs.replace(params, grammar=chat.grammar(requested, out.tools, prompt))
@@ -216,7 +228,8 @@ class PolicyResponder:
             raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
 
     def _template_options(self, call: LiveCall, chat: ChatFormat) -> dict[str, Any]:
-        """The variables of the chat template for a call; warns of those that the template does not read."""
+        """The variables of the chat template for a call. Warns of variables that the template does not read. Raises
+        RequestRefused for a request to continue the last message that also fixes the form of the reply."""
         out = call.rewritten or call
         options = template_options(out.params)
         for name in options:
@@ -238,14 +251,17 @@ class PolicyResponder:
         return {**self.override, **self.own_sampling.get(role, {})}
 
     def _with_seed(self, call: LiveCall, params: SamplingParams) -> SamplingParams:
-        """The parameters with the seed of the call. In a run, each call has a different seed, which also depends on the
-        seed that the application asks for."""
+        """The parameters with the seed of the call.
+
+        Under the seed of a run, each call gets a different seed, which depends on its episode, role and turn, and on
+        the seed that the application asks for. Without a seed of the run, the parameters stay as they are.
+        """
         if self.seed is None:
             return params
         episode = call.episode
-        place = (self.stream or episode.phase, episode.training_step, call.task.id, episode.rollout)
-        own_seed = () if params.seed is None else (params.seed,)
-        seed = seed_of(self.seed, *place, call.role, call.turn, *own_seed)
+        episode_key = (self.stream or episode.phase, episode.training_step, call.task.id, episode.rollout)
+        requested_seed = () if params.seed is None else (params.seed,)
+        seed = seed_of(self.seed, *episode_key, call.role, call.turn, *requested_seed)
         return msgspec.structs.replace(params, seed=seed)
 
     def _warn_of_parameters(self, call: LiveCall, requested: Mapping[str, Any]) -> None:
@@ -275,33 +291,43 @@ class PolicyResponder:
         names_stop = call.params.get("api") == "messages"
         candidates: list[Candidate] = []
         while completions:
-            drawn = completions.pop(0)
-            ids = drawn.token_ids
-            if drawn.finish_reason == "stop" and ids and ids[-1] in params.stop_token_ids:
-                ids = ids[:-1]
-            text, message, finish = chat.parse(ids, params.stop, prompt=prompt, tools=tools)
-            malformed = finish == "malformed"
-            if malformed:
+            completion = completions.pop(0)
+            ids = completion.token_ids
+            if completion.finish_reason == "stop" and ids and ids[-1] in params.stop_token_ids:
+                ids = ids[:-1]  # the token that stopped the reply is not part of its text
+            text, message, finish_reason = chat.parse(ids, params.stop, prompt=prompt, tools=tools)
+            malformed = finish_reason == "malformed"
+            if completion.finish_reason == "length":
+                finish_reason = "length"
+            elif malformed:
                 # The application gets a reason that its client knows; `malformed` stays in the records.
-                finish = "tool_calls" if message.get("tool_calls") else "stop"
+                finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
+            stop = ""
+            if params.stop and names_stop:
+                stop = chat.stopped_by(ids, params.stop)
+            shown = None
+            if with_logprobs:
+                shown = shown_tokens(completion, message, chat.token_bytes, whole=with_ids)
             candidate = Candidate(
                 index=len(candidates),
                 text=text,
                 message=message,
-                token_ids=drawn.token_ids,
-                logprobs=drawn.logprobs,
-                finish_reason="length" if drawn.finish_reason == "length" else finish,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                finish_reason=finish_reason,
                 malformed=malformed,
-                stop=chat.stopped_by(ids, params.stop) if params.stop and names_stop else "",
-                shown=shown_tokens(drawn, message, chat.token_bytes, with_ids) if with_logprobs else None,
+                stop=stop,
+                shown=shown,
             )
             candidates.append(candidate)
         return tuple(candidates)
 
     async def _score(self, call: LiveCall, candidates: tuple[Candidate, ...]) -> tuple[tuple[Scored, ...], str | None]:
-        """The results of the role's scorer for the candidates, and a description of its errors, None without errors.
+        """Let the role's scorer reward the candidates. Returns its result for each candidate, and a description of its
+        errors, None without errors.
 
-        The results are empty without a scorer, and if it failed for every candidate.
+        The results are empty without a scorer, and if it failed for every candidate. A single candidate for which it
+        failed has a result without rewards.
         """
         scorer = self.scorers.get(call.role)
         if scorer is None:
@@ -313,8 +339,9 @@ class PolicyResponder:
         for result in scored:
             if isinstance(result, WorkflowError):
                 errors[str(result)] += 1
-                result = Scored({})
-            results.append(result)
+                results.append(Scored({}))
+            else:
+                results.append(result)
         self.scorer_errors.update(errors)
         if not errors:
             return tuple(results), None
@@ -344,8 +371,10 @@ def _never_drawing(params: SamplingParams, tokens: Sequence[int]) -> SamplingPar
 
 
 def choose(rewards: Sequence[float] | Floats, select: Select, seed: int) -> int:
-    """Index of the candidate that the application gets. Among equal best candidates the first wins; NaN is lower than
-    any reward."""
+    """Index of the candidate that the application gets: the first, one drawn at random with `seed`, or the best.
+
+    Among equal best candidates the first is chosen. NaN is lower than any reward.
+    """
     if select == "first" or not len(rewards):
         return 0
     if select == "sample":

@@ -189,21 +189,23 @@ async def score(
     """Score the candidates of a call. Returns for each the components of its reward (named numbers) with their text,
     or the error if the scorer raised or returned no reward.
 
-    The scorer sees all candidates together (`OfGroup`) or one at a time (`OfOne`, or a plain function without a time
-    limit or bounds of its own). A candidate to which a group's scorer gave None has no components. A sync scorer runs
-    in a pooled thread, so that it never blocks the loop. LLM calls of the scorer are not part of the episode.
+    The scorer gets all candidates together (`OfGroup`) or one at a time (`OfOne`, or a plain function without a time
+    limit or bounds of its own). If a scorer of all candidates returns None for one, this one has no components. A sync
+    scorer runs in a pooled thread, so that it never blocks the loop. LLM calls of the scorer are not part of the
+    episode.
     """
     source = f"The scorer of role {role!r}"
     arguments = (call, call.task.input)  # after the candidate
     if isinstance(scorer, OfGroup):
         limit = scorer.timeout * len(candidates)
-        of_group = await compare(scorer.scorer, candidates, arguments, source, call.task.id, timeout=limit)
-        return tuple(_check_result_bounds(scored, scorer.bounds, source) for scored in of_group)
+        results = await compare(scorer.scorer, candidates, arguments, source, call.task.id, timeout=limit)
+        return tuple(_check_result_bounds(result, scorer.bounds, source) for result in results)
     if not isinstance(scorer, OfOne):
         scorer = OfOne(scorer)
     fn = scorer.scorer
 
     def score_one(candidate: Candidate) -> Coroutine[Any, Any, Any]:
+        """The value that the scorer returns for a candidate, or the exception that it raises."""
         return _call_function(fn, (candidate, *arguments), scorer.timeout, source)
 
     with context_value(current_episode, None), context_value(user_code, f"{source} on task {call.task.id!r}"):
@@ -212,39 +214,42 @@ async def score(
         else:
             # One after another, so that a call never takes more than one thread of the shared pool.
             values = [await score_one(candidate) for candidate in candidates]
-    return tuple(_check_result_bounds(_scored(value, source), scorer.bounds, source) for value in values)
+    results = tuple(_scored(value, source) for value in values)
+    return tuple(_check_result_bounds(result, scorer.bounds, source) for result in results)
 
 
-def _check_result_bounds(scored: Scored | WorkflowError, bounds: Bounds | None, source: str) -> Scored | WorkflowError:
-    """The result of a scorer, or an error if a number is outside the bounds that the scorer declares."""
-    if bounds is None or isinstance(scored, WorkflowError):
-        return scored
+def _check_result_bounds(result: Scored | WorkflowError, bounds: Bounds | None, source: str) -> Scored | WorkflowError:
+    """The result of a scorer, or an error in its place if a number is outside the bounds that the scorer declares."""
+    if bounds is None or isinstance(result, WorkflowError):
+        return result
     low, high = bounds
-    for name, number in scored.rewards.items():
+    for name, number in result.rewards.items():
         if not low <= number <= high:
             return WorkflowError(
                 f"{source} returned {name} = {number!r}, outside of its bounds, {low:g} to {high:g}.",
                 "Return numbers within them, or declare others: @workflow.scorer(role, bounds=(LOW, HIGH)).",
             )
-    return scored
+    return result
 
 
 async def compare(
     fn: Callable[..., Any],
     items: Sequence[Any],
-    about: Sequence[Any],
+    arguments: Sequence[Any],
     source: str,
     task_id: str,
     name: str = "local",
     timeout: float | None = None,
 ) -> tuple[Scored | WorkflowError, ...]:
-    """The reward of each of `items`, from a function that gets them together, or the error if it raised.
+    """The reward of each of `items` (candidates or episodes) from a function that gets all of them, or the error if it
+    raised.
 
-    `fn` is called with the items and the arguments in `about`. It may return None for an item: then this item has no
-    components. `name` is the name of a reward that is a plain number, and `timeout` is in seconds.
+    `fn` is called with the items and then the `arguments`. If it returns None for an item, this item has no components.
+    `name` is the name of a reward that is a plain number. `source` names the function in messages, and `timeout` is in
+    seconds.
     """
     with context_value(current_episode, None), context_value(user_code, f"{source} on task {task_id!r}"):
-        returned = await _call_function(fn, (tuple(items), *about), timeout, source)
+        returned = await _call_function(fn, (tuple(items), *arguments), timeout, source)
     remedy = "Return a list with one reward for each, in their order."
     if isinstance(returned, Exception):
         values: list[Any] = [returned] * len(items)
@@ -260,8 +265,8 @@ async def compare(
 
 
 async def _call_function(fn: Callable[..., Any], args: Sequence[Any], timeout: float | None, source: str) -> Any:
-    """The value that the application's function returns within `timeout` seconds, or the exception that it raises. An
-    async function runs on this loop, another one in a thread of the pool."""
+    """Call the application's function. Returns its value, or the exception that it raises, or the error that it did not
+    return within `timeout` seconds. An async function runs on this loop, a sync one in a thread of the pool."""
     call_method = getattr(fn, "__call__", None)  # noqa: B004  # of an object whose class defines it
     is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(call_method)
     thread_or_none: AbstractAsyncContextManager[AppThread | None] = nullcontext() if is_async else pooled_thread()
@@ -270,7 +275,9 @@ async def _call_function(fn: Callable[..., Any], args: Sequence[Any], timeout: f
         async with thread_or_none as thread, asyncio.timeout(timeout) as limit:
             value = fn(*args) if thread is None else await thread.run(fn, *args)
             # A sync function may return an awaitable, for example a lambda around an async function.
-            return await interruptible(value) if inspect.isawaitable(value) else value
+            if inspect.isawaitable(value):
+                value = await interruptible(value)
+            return value
     except Exception as error:  # noqa: BLE001
         if not isinstance(error, TimeoutError) or not limit.expired():
             return error  # raised by the function, which may raise a TimeoutError of its own
@@ -286,9 +293,11 @@ async def _call_function(fn: Callable[..., Any], args: Sequence[Any], timeout: f
 
 
 def _scored(value: Any, source: str, name: str = "local", *, may_be_none: bool = False) -> Scored | WorkflowError:
-    """The components of `value`, which a scorer returned or raised, or an error for a wrong value or an exception.
+    """The named rewards and the text in `value`, which a scorer returned or raised. An error for an exception, and for
+    a value that is no reward.
 
-    With `may_be_none`, None is a result without components. Raises exceptions such as KeyboardInterrupt again.
+    `name` is the name of a reward that is a plain number. With `may_be_none`, None is a result without rewards. A value
+    such as KeyboardInterrupt is raised again.
     """
     if isinstance(value, Exception):
         return _scorer_failure(value, source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cotune.records.structs import ShownToken
@@ -16,13 +16,14 @@ def shown_tokens(
 ) -> tuple[ShownToken, ...]:
     """The tokens in the content of `message`, with texts and log-probabilities, for an application that asks for them.
 
-    `message` was parsed from `completion`. Reasoning, tool calls and the end of the turn are not content; with `whole`,
-    the tokens of the whole reply are shown. Each token has its likeliest alternatives, if they were sampled.
+    `message` was parsed from `completion`, and `token_bytes` returns the bytes of token ids. Reasoning, tool calls and
+    the end of the turn are not content; with `whole`, the tokens of the whole reply are shown. Each token has its
+    likeliest alternatives, if the sampler returned them.
     """
     texts = token_bytes(completion.token_ids)
-    positions = list(range(len(texts)) if whole else _content_positions(texts, message))
+    positions = list(range(len(texts))) if whole else _content_positions(texts, message)
 
-    # The bytes of all tokens in `top`, decoded once.
+    # The bytes of the likeliest tokens at all positions, decoded once.
     text_of: dict[int, TokenBytes] = {}
     if completion.top:
         top_ids: set[int] = set()
@@ -48,13 +49,13 @@ def _shown_token(text: TokenBytes, logprob: float, top: tuple[ShownToken, ...] =
         return ShownToken(text.raw.decode(errors="backslashreplace"), logprob, tuple(text.raw), top)
 
 
-def _content_positions(texts: Sequence[TokenBytes], message: Mapping[str, Any]) -> Iterable[int]:
-    """The positions of the tokens that make up the content. If the reply does not contain the content literally, they
-    are all tokens except marks.
+def _content_positions(texts: Sequence[TokenBytes], message: Mapping[str, Any]) -> list[int]:
+    """The positions of the tokens that make up the content of a reply, whose tokens have these `texts`. If the reply
+    does not contain the content literally, all tokens except marks (such as the end of the turn) are taken.
     """
     content = message.get("content")
     if not content:
-        return ()
+        return []
     # Marks are replaced with a byte that no text contains, so that the content is not found inside one.
     raws = [b"\xff" * len(text.raw) if text.mark else text.raw for text in texts]
     content_begin, content_end = _content_range(b"".join(raws), str(content).encode(), message)
@@ -71,8 +72,8 @@ def _content_positions(texts: Sequence[TokenBytes], message: Mapping[str, Any]) 
 
 
 def _content_range(reply: bytes, content: bytes, message: Mapping[str, Any]) -> tuple[int, int]:
-    """Begin and end of the content in a reply: after the reasoning and before tool calls. (-1, -1) if it is not
-    there."""
+    """Where a reply has its content, which is after the reasoning and before tool calls: begin and end, in bytes.
+    (-1, -1) if the reply does not have it literally."""
     reasoning = str(message.get("reasoning_content") or "").encode()
     if not reasoning:
         begin = reply.find(content)
@@ -82,4 +83,6 @@ def _content_range(reply: bytes, content: bytes, message: Mapping[str, Any]) -> 
             begin = reply.find(content, after_reasoning)
         else:  # the content is at the end of the reply
             begin = reply.rfind(content, after_reasoning)
-    return (begin, begin + len(content)) if begin >= 0 else (-1, -1)
+    if begin < 0:
+        return -1, -1
+    return begin, begin + len(content)
