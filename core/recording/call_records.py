@@ -446,9 +446,9 @@ class _Path(msgspec.Struct, eq=False):
 
 
 def _longest_start(paths: list[_Path], packed: bytes) -> _Path | None:
-    """The longest of `paths` with which a prompt starts, whose packed token ids are `packed`; None without one.
+    """The longest of `paths` that a prompt starts with; None without one. `packed` are the prompt's packed token ids.
 
-    The replies to earlier prompts with which it starts become paths themselves, and are appended to `paths`.
+    The replies to earlier prompts that it starts with become paths themselves, and are appended to `paths`.
     """
     longest: _Path | None = None
     for path in paths:  # the loop also visits the replies that it appends

@@ -104,7 +104,7 @@ def remember_task_starters(loop_class: Any) -> None:
 
 
 def _with_callers(context: contextvars.Context) -> contextvars.Context:
-    """Add facts about the starter of a task or thread to the `context` in which the task or thread will run.
+    """Add facts about the starter of a task or thread to the `context` of the task or thread.
 
     These are the functions that start it, which a roles function may read, and the role of a generator that starts it.
     Only the stack of the starter has them.

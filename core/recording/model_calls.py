@@ -107,7 +107,7 @@ async def ask_async(call: LiveCall, begun: Awaitable[Answer | None] | None = Non
 
 @contextmanager
 def observed(call: LiveCall) -> Iterator[None]:
-    """A block in which the application's own model answers the call. A request that the model sends belongs to the
+    """A block where the application's own model answers the call. A request that the model sends belongs to the
     call, and an exception in the block fails the call."""
     with context_value(opened_call, call):
         try:

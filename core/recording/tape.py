@@ -88,7 +88,7 @@ class Tape:
 
     @contextmanager
     def use_tool(self, name: str, arguments: Any) -> Iterator[ToolUse]:
-        """A block in which a tool is used. Yields the use, which has the recorded result if the tool has one for these
+        """A block that uses a tool. Yields the use, which has the recorded result if the tool has one for these
         arguments, and which counts the model calls that the tool makes."""
         digest = _digest(arguments)
         with self._lock:

@@ -51,8 +51,8 @@ def record_results(
 
     @contextmanager
     def use_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ToolUse]:
-        """A block for one use of the tool with these arguments. Yields the use, in which the block sets the result
-        unless it is known from the record. After the block, a result in an episode is recorded.
+        """A block for one use of the tool with these arguments. Yields the use. The block sets its result unless
+        it is known from the record. After the block, a result in an episode is recorded.
 
         A tool that calls itself is recorded once: a replay returns the result of the outer use without the inner one.
         """
@@ -88,7 +88,7 @@ def record_results(
 
 
 def framework_tool(*without: str) -> Callable[[Any], Any]:
-    """A decorator for the method by which a framework runs a tool. In episodes that record the tools of frameworks, it
+    """A decorator for the method of a framework that runs a tool. In episodes that record the tools of frameworks, it
     records the results, and returns them in a replay. Arguments named in `without` do not distinguish two uses."""
 
     def wrapper(original: Any) -> Any:

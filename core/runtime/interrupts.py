@@ -28,7 +28,7 @@ group."""
 def _handled_by(
     handler: Callable[[int, FrameType | None], object], numbers: Iterable[signal.Signals]
 ) -> Iterator[None]:
-    """A block in which `handler` handles these signals, if it is on the main thread. Afterwards the earlier handlers
+    """A block where `handler` handles these signals, if it is on the main thread. Afterwards the earlier handlers
     do."""
     earlier_handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -51,7 +51,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def handling(self, numbers: Iterable[signal.Signals]) -> Iterator[None]:
-        """A block in which `handle` is the handler of these signals. On other threads than the main thread it does
+        """A block where `handle` is the handler of these signals. On other threads than the main thread it does
         nothing, because they cannot handle signals."""
         with _handled_by(self.handle, numbers):
             yield
@@ -111,7 +111,7 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ends_as_interrupts() -> Iterator[None]:
-    """A block in which SIGTERM and SIGHUP (a closed terminal) have the effect of Ctrl-C, if it is on the main thread. A
+    """A block where SIGTERM and SIGHUP (a closed terminal) have the effect of Ctrl-C, if it is on the main thread. A
     SIGHUP that `nohup` ignores stays ignored."""
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if not _by_nohup(number)]
     with _handled_by(_interrupt, numbers):
@@ -151,7 +151,7 @@ def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
 
 @contextlib.contextmanager
 def stop_by(stop: Callable[[], object]) -> Iterator[None]:
-    """A block in which the first signal calls `stop` on the running event loop instead of cancelling the work.
+    """A block where the first signal calls `stop` on the running event loop instead of cancelling the work.
 
     In the block, all other handlers are replaced: Ray's drivers handle SIGTERM, and shells let background jobs ignore
     SIGINT. Only a SIGHUP that is ignored stays ignored, for `nohup`.

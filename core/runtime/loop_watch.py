@@ -46,7 +46,7 @@ class Blocked(BaseException):
 
 @contextlib.contextmanager
 def watched(limit: asyncio.Timeout, seconds: float | None) -> Iterator[None]:
-    """A block with an episode, in which application code that blocks the running event loop for more than `seconds` is
+    """A block with an episode. Application code that blocks the running event loop for more than `seconds` is
     interrupted. `limit` is the time-out of the episode. None for `seconds`: nothing is interrupted.
 
     Only a loop on the main thread is watched: on other threads, application code cannot be interrupted.

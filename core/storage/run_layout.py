@@ -245,7 +245,7 @@ def is_withheld(name: str) -> bool:
 
 
 def without_values(described: Any, name: str = "") -> Any:
-    """A copy of a configuration, or of all of run.json, in which WITHHELD replaces the values of environment variables.
+    """A copy of a configuration, or of all of run.json, with WITHHELD in place of the values of environment variables.
 
     `name` is the dotted name of `described` in run.json, for a part of it."""
     if is_withheld(name):

@@ -331,7 +331,7 @@ class Writer:
             with self._changed:
                 self._done += work.puts
                 self._bytes -= work.bytes
-                # The age of the queue, by which `put` decides whether the writer is late.
+                # `put` decides by the age of the queue whether the writer is late.
                 self._since = self._queue[0].since if self._queue else math.inf
                 self._changed.notify_all()
         # Counters may have changed after the last batch: save them with an empty one.
