@@ -179,13 +179,14 @@ class ChatEndpoint:
             call.episode.end("cancelled" if status == "cancelled" else "error", error=error)
 
     async def _answer(self, request: ChatRequest, call: LiveCall) -> tuple[bytes, str]:
-        """The answer to a request as bytes with their content type. Errors of the responder become RequestErrors."""
+        """The body of the response to a request, and its content type. Errors of the responder become RequestErrors."""
         body = msgspec.structs.asdict(request)
         chat = self.responder.chat_of(request.model)
         # The responder logs these options; here they are counted for /health.
         self.not_enforced.update(name for name in template_options(body) if not chat.reads(name))
         self.not_enforced.update(unknown_fields(call.params))
         try:
+            # In a list, so that `_encode_answer` can take the last reference to it.
             answer_box = [await self.responder.respond(call)]
         except SampleTimeout as error:
             raise RequestError(504, str(error), code="timeout") from None

@@ -193,7 +193,7 @@ class Deployment:
                 if call.unedited:
                     self.unedited[call.role, call.unedited] += 1
                 if call.role in self.served:
-                    continue
+                    continue  # a policy of the export has answered it
                 if self.source is not None and call.role not in left_to_provider:
                     self.unlisted[call.role] += 1
                 if provider_answers_others or call.role in left_to_provider:

@@ -136,15 +136,16 @@ def files_fault(folder: Path, expected: Mapping[str, str] | None = None, source:
 
     `expected` are hashes by path, which stand in the file `source`; by default the content of `hashes.json`.
     """
-    if expected is None:
+    listed = expected
+    if listed is None:
         try:
-            expected = msgspec.json.decode((folder / HASHES).read_bytes(), type=dict[str, str])
+            listed = msgspec.json.decode((folder / HASHES).read_bytes(), type=dict[str, str])
         except OSError as error:
             return f"{HASHES} cannot be read: {error.strerror}"
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return f"{HASHES} is broken: {error}"
-    present = hashes_of(folder, expected)
-    for name, digest in expected.items():
+    present = hashes_of(folder, listed)
+    for name, digest in listed.items():
         if name not in present:
             return f"{name} is missing"
         if present[name] != digest:
@@ -157,8 +158,8 @@ def checkpoint_fault(checkpoint: Path, run: str) -> str | None:
 
     A fault is a changed file, a file that has no hash, or a checkpoint of another run or another step.
     """
-    if wrong := files_fault(checkpoint):
-        return wrong
+    if changed_file := files_fault(checkpoint):
+        return changed_file
     listed = msgspec.json.decode((checkpoint / HASHES).read_bytes(), type=dict[str, str])
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint).as_posix()

@@ -213,19 +213,21 @@ def check_files(export: Path, policy: ExportedPolicy) -> None:
     if policy.folder is None:
         return
     folder = export / policy.folder
-    where = f"Policy {policy.name!r}"
-    inside = export.resolve()
+    policy_text = f"Policy {policy.name!r}"
+    real_export = export.resolve()
     # Links are checked before any file is read.
     for path in (folder, *folder.rglob("*")):
-        if not path.resolve().is_relative_to(inside):
-            raise AdapterError(f"{where}: {path} leads outside the export.", "Replace the link by the file.")
-    if wrong := files_fault(folder, policy.files, MANIFEST):
-        raise AdapterError(f"{where}: {folder}: {wrong}.", "The file was changed or damaged: export the run again.")
+        if not path.resolve().is_relative_to(real_export):
+            raise AdapterError(f"{policy_text}: {path} leads outside the export.", "Replace the link by the file.")
+    if fault := files_fault(folder, policy.files, MANIFEST):
+        raise AdapterError(
+            f"{policy_text}: {folder}: {fault}.", "The file was changed or damaged: export the run again."
+        )
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name not in policy.files and not name.endswith(UNREAD):
             raise AdapterError(
-                f"{where}: {path} is not in roles.json, but loaders of the folder may read it.",
+                f"{policy_text}: {path} is not in roles.json, but loaders of the folder may read it.",
                 "Remove it, or export the run again.",
             )
 

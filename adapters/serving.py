@@ -273,8 +273,8 @@ def serve(
         if options.get("records") is not None:
             say(f"  records: {options['records']}")
         for name, entry in endpoint.names.served.items():
-            who = name if entry.name in ("", name) else f"{name}, as {entry.name}"
-            say(f"  {who}: {entry.policy} ({entry.kind}), weights {entry.fingerprint[:12]}, {entry.base}")
+            name_and_role = name if entry.name in ("", name) else f"{name}, as {entry.name}"
+            say(f"  {name_and_role}: {entry.policy} ({entry.kind}), weights {entry.fingerprint[:12]}, {entry.base}")
         for role in local.left_to_provider:
             say(f"  {role}: not here, its provider answers")
         for note in endpoint.names.notes():

@@ -104,22 +104,21 @@ def roll_back(folder: str | Path, number: int | None = None) -> Manifest:
     if not is_export(export):
         read_manifest(export)  # raises, with the remedy
     earlier = earlier_versions(export)
-    if number is None:
-        number = _replaced_by_present(export, earlier)
-    if number not in earlier:
-        fault = f"is not an earlier version of {folder}" if number else f"is missing: {folder} replaced no version"
+    chosen = _replaced_by_present(export, earlier) if number is None else number
+    if chosen not in earlier:
+        fault = f"is not an earlier version of {folder}" if chosen else f"is missing: {folder} replaced no version"
         kept = f"These are kept: {', '.join(map(str, earlier))}." if earlier else "It keeps no earlier version."
-        raise ConfigError("roll_back", number or None, fault, f"{kept} To export a checkpoint again: --step N.")
+        raise ConfigError("roll_back", chosen or None, fault, f"{kept} To export a checkpoint again: --step N.")
 
     # A damaged version must not take the place of one that works.
     try:
-        manifest = read_manifest(earlier[number])
+        manifest = read_manifest(earlier[chosen])
         for policy in manifest.policies:
-            check_files(earlier[number], policy)
+            check_files(earlier[chosen], policy)
     except AdapterError as error:
         remedy = f"Name another version (kept: {', '.join(map(str, earlier))}), or export a checkpoint with --step N."
-        raise AdapterError(f"Version {number} of {folder} is damaged: {error.cause}", remedy) from None
-    replace_export(export, earlier[number])
+        raise AdapterError(f"Version {chosen} of {folder} is damaged: {error.cause}", remedy) from None
+    replace_export(export, earlier[chosen])
     return manifest
 
 
@@ -137,18 +136,18 @@ def _folder_being_replaced(export: Path) -> Path:
 
 
 def _keep_as_earlier(export: Path, replaced: Path, number: int) -> None:
-    """Make the version in the folder `replaced`, with its earlier versions, the earlier version `number` of the export.
+    """Move the version in the folder `replaced` into the export's folder of earlier versions, as version `number`.
 
-    Removes the oldest versions beyond the limit.
+    The earlier versions that are in `replaced` move too. The oldest versions beyond the limit are removed.
     """
     versions = export / VERSIONS
     if (replaced / VERSIONS).is_dir():
         (replaced / VERSIONS).rename(versions)
     versions.mkdir(exist_ok=True)
-    # The number is taken if somebody copied folders.
-    if (versions / str(number)).exists():
-        number = max(earlier_versions(export)) + 1
-    replaced.rename(versions / str(number))
+    free_number = number
+    if (versions / str(number)).exists():  # somebody copied folders
+        free_number = max(earlier_versions(export)) + 1
+    replaced.rename(versions / str(free_number))
     sync(versions)
     sync(export)
     sync(export.parent)
@@ -157,7 +156,7 @@ def _keep_as_earlier(export: Path, replaced: Path, number: int) -> None:
     policies = read_manifest(export).policies
     whole_models = any(policy.folder and policy.lora is None for policy in policies)
     most = EARLIER_MODELS if whole_models else EARLIER_ADAPTERS
-    others = [other for other in earlier_versions(export) if other != number]
-    surplus = max(0, len(others) + 1 - most)
-    for other in others[:surplus]:
-        shutil.rmtree(versions / str(other))
+    older_versions = [version for version in earlier_versions(export) if version != free_number]
+    surplus = max(0, len(older_versions) + 1 - most)
+    for version in older_versions[:surplus]:
+        shutil.rmtree(versions / str(version))

@@ -180,9 +180,10 @@ class LoopSampler(CalledSampler):
         version.running += 1
         fitted = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
         # Greedy candidates are all equal, and vLLM draws only one of them.
-        drawn = n if params.temperature > 0 else 1
+        n_drawn = n if params.temperature > 0 else 1
         try:
-            return await self._generate(prompt, drawn, fitted, policy, version.target) * (n // drawn)
+            completions = await self._generate(prompt, n_drawn, fitted, policy, version.target)
+            return completions * (n // n_drawn)
         finally:
             if self._versions.left(version) and self._broken is None:
                 self._start(self._drop(version))

@@ -49,13 +49,12 @@ def encode_answer(
         return "inexpressible"
     ids = _ids_to_first_end(chat, full_text[len(prompt_text) :])
     # Imported traces may have answers with tool calls, but no recorded tools.
-    if not tools and answer.get("tool_calls"):
-        tools = ANY_TOOLS
-    _, parsed_answer, _ = chat.parse(ids, prompt=prompt, tools=tools or None)
+    reply_tools = tools or (ANY_TOOLS if answer.get("tool_calls") else None)
+    _, parsed_answer, _ = chat.parse(ids, prompt=prompt, tools=reply_tools)
     if _text_and_calls(parsed_answer) != _text_and_calls(answer):
         return "inexpressible"
-    dropped = bool(_reasoning(answer)) and not _reasoning(parsed_answer)
-    return EncodedAnswer(tuple(prompt), tuple(ids), dropped)
+    drops_reasoning = bool(_reasoning(answer)) and not _reasoning(parsed_answer)
+    return EncodedAnswer(tuple(prompt), tuple(ids), drops_reasoning)
 
 
 def _ids_to_first_end(chat: ChatTemplate, text: str) -> list[int]:

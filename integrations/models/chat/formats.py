@@ -30,7 +30,9 @@ def load_templates(
         try:
             templates[model] = ChatTemplate.load(model, tools if isinstance(tools, str) else tools.get(model, AUTO))
         except ConfigError as error:
-            raise (of_policy(error, policies[0]) if templates else error) from None
+            if not templates:  # the run's own base
+                raise
+            raise of_policy(error, policies[0]) from None
     return templates
 
 

@@ -18,32 +18,33 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise TookTooLong in the block once it has run for `seconds`. A call into C is not interrupted."""
     thread = threading.get_ident()
     lock = threading.Lock()
-    ended = sent = False
+    block_has_ended = False
+    exception_on_its_way = False
 
-    def end() -> None:
-        nonlocal sent
+    def interrupt() -> None:
+        nonlocal exception_on_its_way
         with lock:
-            if not ended:
-                sent = True
+            if not block_has_ended:
+                exception_on_its_way = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TookTooLong))
 
-    timer = threading.Timer(seconds, end)
+    timer = threading.Timer(seconds, interrupt)
     timer.daemon = True
     timer.start()
     try:
         yield
     except TookTooLong:
-        sent = False
+        exception_on_its_way = False
         raise
     finally:
         try:
             with lock:
-                ended = True
+                block_has_ended = True
             timer.cancel()
             # If the exception was sent just as the block ended, wait for it here, so that it hits no other code. If the
             # block has caught it already, it never comes.
-            latest = time.monotonic() + 1.0
-            while sent and time.monotonic() < latest:
+            deadline = time.monotonic() + 1.0
+            while exception_on_its_way and time.monotonic() < deadline:
                 time.sleep(0.001)
         except TookTooLong:
             pass

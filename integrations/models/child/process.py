@@ -58,16 +58,16 @@ class ProcessHost:
         self._closing = False
         self._killed = False
         self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        ours, theirs = socket.socketpair()
-        self._pipe = Connection(ours.detach())
-        self._theirs = theirs
+        parent_socket, child_socket = socket.socketpair()
+        self._pipe = Connection(parent_socket.detach())
+        self._child_socket = child_socket
         self._process: subprocess.Popen[bytes] | None = None
         self._threads = [threading.Thread(target=t, daemon=True) for t in (self._write, self._read)]
 
     def start(self, source: Any) -> None:
         """Start the process, send it `source` and wait until it serves. Raises SamplerError, or the error with which
         the process answers."""
-        fd = self._theirs.fileno()
+        fd = self._child_socket.fileno()
         environment = {**self.environment, **os.environ}
         spin_briefly(environment)
         with interrupts_held():  # the application handles Ctrl-C and closes the pipe
@@ -79,7 +79,7 @@ class ProcessHost:
                 start_new_session=self.has_children,
             )
             self._process = process
-        self._theirs.close()
+        self._child_socket.close()
         # `kill` came from another thread before there was a process to end. The pipe then reports the end below.
         if self._killed:
             self._end_at_once()

@@ -56,10 +56,10 @@ class PrefixCache:
 
     def match(self, key: Hashable, prompt: Ids) -> Prefix:
         """Find the longest known beginning of a prompt. It never includes the last token, which must be computed."""
-        path, length = self._walk_prompt(key, prompt)
+        nodes, length = self._walk_prompt(key, prompt)
         parts = []
         remaining = length
-        for node in path:
+        for node in nodes:
             count = min(remaining, len(node.tokens))  # the last node may be known in part only
             parts.append([state[:, :count] for state in node.states])
             remaining -= count
@@ -71,7 +71,12 @@ class PrefixCache:
         return length
 
     def insert(self, key: Hashable, tokens: Ids, read: Callable[[int, int], States]) -> None:
-        """Store the states of these tokens. `read(start, stop)` copies the states of tokens[start:stop]."""
+        """Store the states of these tokens in the tree of `key`. `read(start, stop)` copies the states of
+        tokens[start:stop].
+
+        The nodes with the known beginning of the tokens stay; a new node gets the rest. Beyond the limit, the least
+        recently used nodes are removed.
+        """
         if not self.limit:
             return
         path, length = self._walk(key, tokens)
@@ -88,11 +93,11 @@ class PrefixCache:
             self.bytes += node.bytes
             path.append(node)
         self._mark_used(path)
-        while self.bytes > self.limit:  # the least recently used goes first
-            node, _ = self._used.popitem(last=False)
-            assert node.parent is not None and not node.children
-            del node.parent.children[node.tokens[0]]
-            self.bytes -= node.bytes
+        while self.bytes > self.limit:
+            oldest, _ = self._used.popitem(last=False)
+            assert oldest.parent is not None and not oldest.children
+            del oldest.parent.children[oldest.tokens[0]]
+            self.bytes -= oldest.bytes
 
     def drop(self, key: Hashable) -> None:
         """Remove one tree."""

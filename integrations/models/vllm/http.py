@@ -145,18 +145,19 @@ class VllmHttpSampler(LoopSampler):
     async def _generate(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
     ) -> list[Completion]:
-        """Sample from the server. Ids without a token, in a padded vocabulary, are forbidden by biases where there are
-        few.
+        """Sample from the server. If the vocabulary is padded with a few ids that stand for no token, biases forbid
+        them.
         """
         forbidden = self._padding if len(self._padding) <= MOST_BIASES else ()
         body = {"model": target or self._base_name, "prompt": list(prompt), **http_params(n, params, forbidden)}
         answer: _Answer = await self._client.post("/v1/completions", body, _Answer, seconds=None)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
-        # It happens if there are too many ids to forbid, and in speculative decoding, which ignores biases.
-        drawn = {id for choice in choices for id in choice.token_ids if id in self._padding}
-        if drawn:
+        # There may be too many of these ids to forbid, and speculative decoding ignores biases.
+        without_token = {id for choice in choices for id in choice.token_ids if id in self._padding}
+        if without_token:
+            last = self._padding.start - 1
             raise SamplerError(
-                f"{self._client.url} drew the token {min(drawn)}; the tokenizer ends at {self._padding.start - 1}.",
+                f"{self._client.url} drew the token {min(without_token)}; the tokenizer ends at {last}.",
                 'Ask again, or let the run start the engine, with engine = "vllm".',
             )
         return [
