@@ -212,9 +212,9 @@ def serving_local(
     answers = answers or Answers()
 
     @contextlib.asynccontextmanager
-    async def opening() -> AsyncIterator[tuple[ASGIApp, tuple[LocalPolicies, ModelNames]]]:
-        """Open the policies and build the application that serves them. At the end, close the policies, so that their
-        memory and processes are freed even if building fails.
+    async def open_app() -> AsyncIterator[tuple[ASGIApp, tuple[LocalPolicies, ModelNames]]]:
+        """Open the policies and build the application that serves them. Yields the application, and what the `Endpoint`
+        gets. At the end, close the policies, so that their memory and processes are freed even if building fails.
         """
         local = await open_policies()
         try:
@@ -228,8 +228,9 @@ def serving_local(
         finally:
             await local.aclose()
 
-    with running(opening, host=host, port=port, token=token, name="cotune-serve") as server:
-        yield Endpoint(f"{server.url}/v1", server.port, *server.opened, server, answers.prompts)
+    with running(open_app, host=host, port=port, token=token, name="cotune-serve") as server:
+        local, names = server.opened
+        yield Endpoint(f"{server.url}/v1", server.port, local, names, server, answers.prompts)
 
 
 def serve(

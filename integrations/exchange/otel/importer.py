@@ -246,10 +246,11 @@ class _EpisodeImport:
             self.left_out["call_without_messages"] += 1
         answer = self._answer(chat, answers)  # first: a call whose answer cannot be read leaves no trace
         call = self._pending_call(chat, role, step, turn, messages)
-        # Links of the span name the calls whose answers it read. Without any, `link` finds these calls by their texts.
-        linked = tuple(self.ids[link] for link in chat.links if link in self.ids)
+        # `link` finds the calls whose answers this call has read, by their texts. Links of the span are more certain.
         self.call_records.link(call)
-        call.parents = linked or call.parents
+        linked_calls = tuple(self.ids[link] for link in chat.links if link in self.ids)
+        if linked_calls:
+            call.parents = linked_calls
 
         status = self._status(chat)
         error = None

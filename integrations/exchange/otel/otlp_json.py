@@ -31,12 +31,13 @@ def spans_in(value: Mapping[str, Any]) -> Iterator[Span] | None:
 
     None for any other object.
     """
-    trace = value.get("trace") or value
     if field(value, "startTimeUnixNano") is not None:
         return iter([_decode_span(value)])
-    if "resourceSpans" in trace or "resource_spans" in trace:
-        return _spans_of_request(trace)
-    spans = list_of_objects(trace, "spans")
+    # MLflow's API has a trace in an object `{"trace": ...}`.
+    request = value.get("trace") or value
+    if "resourceSpans" in request or "resource_spans" in request:
+        return _spans_of_request(request)
+    spans = list_of_objects(request, "spans")
     return map(_decode_span, spans) if spans else None
 
 

@@ -340,10 +340,14 @@ class ChatTemplate:
         return grammar
 
     def _syntax(self, prompt: Sequence[int]) -> Syntax:
-        """The syntax of replies to a prompt. The prompt may have opened their reasoning, or closed it."""
+        """The syntax of the replies to a prompt, for a grammar: marks of tool calls and of reasoning, and end tokens.
+
+        At its end, a prompt may have opened the reasoning of the reply, or closed it.
+        """
+        opening, closing = REASONING
         tail = self._replies.tail(prompt)
         format = self.tool_format or HERMES
-        reasons = REASONING[0] in str(self.tokenizer.chat_template) and not tail.endswith(REASONING[1])
+        reasons = opening in str(self.tokenizer.chat_template) and not tail.endswith(closing)
         return Syntax(
             all_ends=self.end_token_ids,
             vocabulary=len(self.tokenizer),
@@ -352,7 +356,7 @@ class ChatTemplate:
             token=self._token,
             supports=lambda grammar: not self._grammars.trials.fault(grammar),
             think=REASONING if reasons else None,
-            thinking=tail.endswith(REASONING[0]),
+            thinking=tail.endswith(opening),
             ends=[token for token in self.end_token_ids if token != self.tokenizer.eos_token_id],
             spells=self._grammars.spells,
         )

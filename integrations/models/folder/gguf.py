@@ -43,6 +43,7 @@ def unpack_gguf(file: Path, weights: bool = True) -> Path:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "cotune" / "models" / f"{file.stem}-{digest[:16]}"
+    # Without weights, the folder of the whole model will do if it is there; otherwise a folder without weights is made.
     if not weights and not folder.is_dir():
         folder = folder.with_name(f"{folder.name}-tokenizer")
     if not folder.is_dir():

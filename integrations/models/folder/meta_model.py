@@ -26,7 +26,9 @@ class ModelSkeleton:
     """A transformers causal LM on torch's meta device: it takes no memory."""
 
     def __init__(self, model: str | Path) -> None:
-        """Raises ConfigError if the model does not exist."""
+        """Build the network of a model without its weights, to check published weights against it. Raises ConfigError
+        if the model does not exist.
+        """
         import torch
         from transformers import AutoConfig
 

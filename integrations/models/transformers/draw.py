@@ -139,8 +139,8 @@ def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Te
     total = block_sums.sum(dim=-1, keepdim=True)
     block, threshold_in_block = _find_column(block_sums, uniform * total)
     weights_in_block = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]  # [rows, BLOCK]
-    place_in_block, _ = _find_column(weights_in_block, threshold_in_block)
-    token = block * BLOCK + place_in_block
+    position_in_block, _ = _find_column(weights_in_block, threshold_in_block)
+    token = block * BLOCK + position_in_block  # [rows, 1]
     if greedy_token is not None:
         token = torch.where(params.greedy, greedy_token, token)
     logprob = torch.log(weight.gather(1, token) / total)

@@ -120,7 +120,10 @@ class PrefixCache:
         return path, length
 
     def _walk(self, key: Hashable, tokens: Ids) -> tuple[list[_Node], int]:
-        """The nodes with the longest known beginning, and its length. It may end inside the last node."""
+        """The longest known beginning of the tokens in the tree of `key`: its nodes, from the root on, and its length.
+
+        It may end inside the last node.
+        """
         node = self._roots.get(key)
         path = []
         length = 0

@@ -316,7 +316,8 @@ class VllmSampler(LoopSampler):
             await self._llm.pause_generation(mode="wait", clear_cache=True)
             loaded_fingerprint = "" if sendable is None else await self._receive(policy, sendable)
             if not loaded_fingerprint:
-                self._by_files += isinstance(weights, LearnerWeights)
+                if isinstance(weights, LearnerWeights):
+                    self._by_files += 1
                 loaded_fingerprint = await self._load_files(folder or await self._write(policy, weights))
             await self._llm.reset_prefix_cache()
             await self._llm.resume_generation()

@@ -127,8 +127,11 @@ class VllmHttpSampler(LoopSampler):
             )
 
     async def _load_base(self, rank: int) -> None:
-        """Load an adapter that changes nothing, to sample from the base. On CPUs, vLLM applies the adapter in its last
-        slot to requests without an adapter, and all slots of a server can be in use."""
+        """Load an adapter that changes nothing. Requests of the base name it instead of no adapter.
+
+        The reason is that on CPUs, vLLM applies the adapter in its last slot to requests without an adapter, and all
+        slots of a server can be in use.
+        """
         name = f"base#0-{self._mark}"
         lora = LoraSpec(rank=rank, alpha=float(rank))
         empty = self._skeleton.empty_adapter(rank)
@@ -252,11 +255,14 @@ async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str 
 
 
 def _likeliest_tokens(logprobs: _Logprobs, most: int) -> list[TopTokens]:
-    """The likeliest tokens of each place. The server names them "token_id:ID"."""
+    """The `most` likeliest tokens at each position of a reply; empty if `most` is 0."""
     if not most:
         return []
     top: list[TopTokens] = []
-    for place in logprobs.top_logprobs or ():
-        pairs = [(int(name.partition(":")[2]), logprob) for name, logprob in (place or {}).items()]
+    for logprob_of_name in logprobs.top_logprobs or ():
+        pairs = []
+        for name, logprob in (logprob_of_name or {}).items():
+            id = int(name.removeprefix("token_id:"))
+            pairs.append((id, logprob))
         top.append(likeliest(pairs, most))
     return top

@@ -80,14 +80,17 @@ def completion(
 
 
 def python_completion(output: Any, most: int) -> Completion:
-    """One candidate of vLLM, with the `most` likeliest tokens of each place. Raises SamplerError as `completion`."""
-    drawn: list[float] = []
+    """One candidate from vLLM's output, with the `most` likeliest tokens at each position. Raises the errors of
+    `completion`.
+    """
+    logprobs: list[float] = []
     top: list[TopTokens] = []
-    for id, place in zip(output.token_ids, output.logprobs, strict=True):
-        drawn.append(float(place[id].logprob))
+    for drawn_id, entries in zip(output.token_ids, output.logprobs, strict=True):
+        logprobs.append(float(entries[drawn_id].logprob))
         if most:
-            top.append(likeliest([(other, float(entry.logprob)) for other, entry in place.items()], most))
-    return completion(output.token_ids, drawn, output.finish_reason, top)
+            pairs = [(id, float(entry.logprob)) for id, entry in entries.items()]
+            top.append(likeliest(pairs, most))
+    return completion(output.token_ids, logprobs, output.finish_reason, top)
 
 
 def spread_seed(seed: int | None) -> int:
