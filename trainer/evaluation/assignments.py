@@ -155,6 +155,7 @@ def role_effects(evaluations: Mapping[str, EvaluatedMode], assignments: Mapping[
     is of success, or of rewards if the workflow reports no success. Assignments in which every episode failed are left
     out.
     """
+    # 1. The scores of each assignment, by the models of all roles. All assignments have the roles in the same order.
     sound = [label for label in assignments if evaluations[label].all_failed is None]
     has_success = bool(sound) and all(evaluations[label].successes for label in sound)
     roles = list(next(iter(assignments.values())))
@@ -163,15 +164,19 @@ def role_effects(evaluations: Mapping[str, EvaluatedMode], assignments: Mapping[
         evaluation = evaluations[label]
         players = tuple(assignments[label][role] for role in roles)
         scores_by_players[players] = evaluation.successes if has_success else evaluation.rewards
-    models = list(dict.fromkeys(itertools.chain.from_iterable(each.values() for each in assignments.values())))
+    # 2. The effect of each model but the first.
+    all_models: dict[str, None] = {}
+    for assignment in assignments.values():
+        all_models |= dict.fromkeys(assignment.values())
+    first, *other_models = all_models
 
     effects: list[RoleEffect] = []
     for index, role in enumerate(roles):
-        for model in models[1:]:
-            difference = _model_difference(scores_by_players, index, model, models[0])
+        for model in other_models:
+            difference = _model_difference(scores_by_players, index, model, first)
             if difference is not None:
                 effects.append(
-                    RoleEffect(role=role, model=model, against=models[0], difference=difference, of_success=has_success)
+                    RoleEffect(role=role, model=model, against=first, difference=difference, of_success=has_success)
                 )
     return effects
 

@@ -129,10 +129,14 @@ def rank_parts(rows: Sequence[TrainRow], indices: Sequence[int], size: int, shar
     if size == 1:
         return [list(indices)]
     sequences = [tokens_of(rows[index]) for index in indices]
-    order, common = sort_sequences(sequences)
-    lengths = np.asarray([len(sequences[place]) for place in order], np.int64)
-    cuts = even_cuts(lengths, common if shared else np.zeros_like(common), size)
-    return [[indices[place] for place in order[start:end]] for start, end in pairwise(cuts)]
+    order, common = sort_sequences(sequences)  # `order` has the numbers of the sequences
+    if not shared:
+        common = np.zeros_like(common)
+    lengths = np.asarray([len(sequences[number]) for number in order], np.int64)
+    parts: list[list[int]] = []
+    for start, end in pairwise(even_cuts(lengths, common, size)):
+        parts.append([indices[number] for number in order[start:end]])
+    return parts
 
 
 def tokens_of(row: TrainRow) -> tuple[int, ...]:
@@ -168,12 +172,13 @@ class PassPlan:
         once."""
         sequences = [tokens_of(rows[index]) for index in indices]
         self._shared = shared
+        # `order` has the numbers of the sequences: by the tree of their tokens, or the shortest first.
         if shared:
             order, self._common = sort_sequences(sequences)
         else:
-            order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
-        self._indices = [indices[place] for place in order]
-        self._lengths = np.asarray([len(sequences[place]) for place in order], np.int64)
+            order = sorted(range(len(sequences)), key=lambda number: len(sequences[number]))
+        self._indices = [indices[number] for number in order]
+        self._lengths = np.asarray([len(sequences[number]) for number in order], np.int64)
         self._cuts_by_budget: dict[int, list[int]] = {}
 
     def passes(self, budget: int) -> list[list[int]]:

@@ -33,8 +33,9 @@ from cotune.trainer.learner.policy_model import PolicyModel
 def open_joined(
     model: str, policies: Policies, settings: LearnerSettings, reference: Container[str], seed: int = 0
 ) -> dict[str, PolicyModel]:
-    """Open the policies of a learner in one process (`open_policy_models`). Each frozen layer is computed in one step
-    with its adapters."""
+    """Open the policies of a learner in one process, as `open_policy_models` does, and let each frozen layer compute in
+    one step with its adapters. On a CPU this needs policies that are all adapters, and a processor that multiplies in
+    the precision of the settings."""
     only_adapters = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
     device = usual_device() if settings.device == "auto" else settings.device
     # A CPU with bfloat16 rounds only the factors of products, so weights and states are loaded in float32.
