@@ -164,19 +164,19 @@ def role_effects(evaluations: Mapping[str, EvaluatedMode], assignments: Mapping[
         evaluation = evaluations[label]
         players = tuple(assignments[label][role] for role in roles)
         scores_by_players[players] = evaluation.successes if has_success else evaluation.rewards
-    # 2. The effect of each model but the first.
-    all_models: dict[str, None] = {}
-    for assignment in assignments.values():
-        all_models |= dict.fromkeys(assignment.values())
-    first, *other_models = all_models
 
+    # 2. The effect of each model but the first.
+    distinct_models: dict[str, None] = {}
+    for assignment in assignments.values():
+        distinct_models |= dict.fromkeys(assignment.values())
+    models = list(distinct_models)
     effects: list[RoleEffect] = []
     for index, role in enumerate(roles):
-        for model in other_models:
-            difference = _model_difference(scores_by_players, index, model, first)
+        for model in models[1:]:
+            difference = _model_difference(scores_by_players, index, model, models[0])
             if difference is not None:
                 effects.append(
-                    RoleEffect(role=role, model=model, against=first, difference=difference, of_success=has_success)
+                    RoleEffect(role=role, model=model, against=models[0], difference=difference, of_success=has_success)
                 )
     return effects
 
