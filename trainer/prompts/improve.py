@@ -91,9 +91,9 @@ def improve(
         raise ConfigError("reflection", None, "is missing", "Name a model that writes texts: --reflection gpt-5-mini")
     check_judge(app)
     check_reference(options)
-    require()
+    require()  # raises if gepa is not installed
     if reflector is None:
-        key_for(options.reflection_url, options.reflection_key_env)
+        key_for(options.reflection_url, options.reflection_key_env)  # raises if the key is missing
     if options.prompts_file is None and prompts_of(options.run) is not None:
         options = msgspec.structs.replace(options, prompts_file=options.run)
     all_tasks = as_tasks(tasks)
@@ -170,6 +170,8 @@ async def _run_search(
     for note in tasks.notes:
         say(note)
     spending = Spending(options.max_calls, options.max_cost, options.prices)
+
+    # 1. Open the models.
     async with contextlib.AsyncExitStack() as stack:
         responder = fixed_responder or await stack.enter_async_context(answering_in_search(app, options, say))
         bar = stack.enter_context(episode_bar(console, total=None))
@@ -177,11 +179,15 @@ async def _run_search(
         reflection = Reflection(store, options, spending, secret, reflector)
         # For the comparison at the end: the prompts before and the best ones, once on each held-out task.
         spending.reserve = 2 * len(tasks.held_out)
+
+        # 2. Measure the prompts as they are.
         base, notes = await _find_base(evaluations, tasks, folder, say)
         results = await evaluations.run(base, tasks.validation)
         _check_outcomes(results, evaluations, say)
         floor = min([0.0, *(result.outcome for result in results if result.outcome is not None)])
         say(_search_plan(base, tasks, options, spending))
+
+        # 3. Choose the role to change, and search.
         choice = await choose_role(evaluations, base, parts_to_improve(base), tasks, folder, say)
         say(f"which role: {choice.note}")
         problem = PromptProblem(

@@ -99,6 +99,7 @@ def outcome_means(
             if name in episode_rewards or name != "success":
                 values[name].append((episode.task.id, value))
     for name in components:
+        # A failed episode without a reward of its own gets the lowest one, so that failing never pays.
         value_if_failed = min([0.0, *(value for _, value in values[name])])
         if isinstance(failed, float):
             value_if_failed = failed
