@@ -49,7 +49,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         return self.method.attribution
 
     def of_role(self, role: str) -> Goal:
-        """The goal of one role; for a taught role, the goal of all roles."""
+        """The goal of one role. A role whose policy learns from a teacher has no goal of its own: it has this one."""
         if role in self.taught:
             return self
         goal = self
@@ -224,8 +224,10 @@ def _failed_episodes(step: Step, goal: Goal, rewards: Mapping[str, Mapping[str, 
 
 
 def _add_taught_roles(of_others: Worth, taught: Collection[str]) -> Worth:
-    """The worth of episodes with the taught roles added, each with the mean reward of the other roles. The mean does
-    not change."""
+    """The worth of episodes with rewards for the taught roles, whose policies learn from a teacher instead of rewards.
+
+    Each taught role gets the mean reward of the other roles, so the mean of the episode does not change.
+    """
     by_role: list[dict[str, float]] = []
     for rewards, mean in zip(of_others.by_role, of_others.reward, strict=True):
         if mean is None:  # an episode without rewards
@@ -236,7 +238,8 @@ def _add_taught_roles(of_others: Worth, taught: Collection[str]) -> Worth:
 
 
 def _combine_goals(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[Worth]) -> Worth:
-    """The worth of episodes whose roles have different goals. `parts` has the worth for each goal."""
+    """The worth (the rewards) of episodes whose roles have different goals. `parts` has the worth for each of
+    `goals`."""
     by_role: list[dict[str, float]] = []
     failed: list[bool] = []
     finished_rewards: list[dict[str, float]] = []

@@ -14,7 +14,7 @@ SHARE: Bounds = (0.0, 1.0)
 
 
 def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
-    """Bounds of the reward of these episodes by `goal` (`worth`), or None if they are not known.
+    """The lowest and highest reward that these episodes can have under a goal; None if they are unknown.
 
     A role's reward is a weighted sum of components, so its bounds are the weighted sums of the components' bounds. A
     scorer declares bounds for all that it returns (`Goal.bounds`). The reward of an episode is a mean over its roles,

@@ -27,8 +27,11 @@ def open_collector(address: str, app: str = "") -> Collector:
 
 @contextlib.contextmanager
 def open_sink(address: str | Path, app: str = "") -> Iterator[Store | Collector]:
-    """The store at an address, closed at the end, or this process's connection to a collector, for the application
-    `app` (default: COTUNE_APP). Raises ConfigError, RunError."""
+    """Open the place at an address that records go to: a store, which is closed at the end of this context, or a
+    collector, to which this process stays connected.
+
+    `app` is the name of the application for a collector (default: COTUNE_APP). Raises ConfigError, RunError.
+    """
     if is_collector(address):
         yield open_collector(str(address), app)
         return

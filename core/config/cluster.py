@@ -66,7 +66,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             self._check_without_ray()
 
     def _check_without_ray(self) -> None:
-        """Raises ConfigError for what only Ray can do."""
+        """Raise ConfigError for settings that need Ray."""
         remedy = 'Set cluster.address = "local", or leave it out.'
         for name in ("engines", "gpus_per_engine", "learners", "rollout_workers"):
             if getattr(self, name) > 1:

@@ -76,6 +76,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     on a CPU; on a GPU the faster one, by a trial before the first update."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for numbers outside their bounds, and for a memory that is no size."""
         check_bounds(self, "mini_batch", least=1, table="learner.")
         check_bounds(self, "lr", table="learner.")
         if self.memory:

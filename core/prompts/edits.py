@@ -195,10 +195,11 @@ class CallEdits:
 
     @property
     def outcome(self) -> Outcome:
-        """Whether the call is edited as it should be.
+        """`edited` if the call is edited as it should be, otherwise the reason.
 
-        It is not if a text matches an edited part in several ways; if a system message, tool or schema should be edited
-        but matches no part; or if no text of the call matches. A user message that does not match may be the task.
+        `prompt_ambiguous`: a text matches an edited part in several ways. `prompt_unmatched`: a system message, tool or
+        schema should be edited but matches no part, or no text of the call matches. A user message that does not match
+        may be the task.
         """
         if self.ambiguous:
             return "prompt_ambiguous"

@@ -223,8 +223,10 @@ def _fit_groups(a: Group, b: Group) -> _Fit | None:
 
 
 def _may_fit(a: Group, b: Group) -> bool:
-    """A quick check whether two groups can be one prompt: a common run has adjacent words that are adjacent in both, or
-    it is one word at an end."""
+    """A quick check before the slow alignment: False if two groups cannot be one prompt.
+
+    Groups of one prompt begin or end with the same word, or have enough pairs of adjacent words in common.
+    """
     if a.row[0] == b.row[0] or a.row[-1] == b.row[-1]:
         return True
     shared = a.pairs & b.pairs

@@ -121,7 +121,7 @@ def _usable_episodes(store: Store, episodes: Iterable[Episode] | None) -> list[E
 
 
 def _in_turn(episodes: Iterable[Episode]) -> Iterator[Episode]:
-    """The first episode of each task, then the second of each, ..."""
+    """The episodes in another order: the first episode of each task, then the second of each, ..."""
     rounds: list[list[Episode]] = []
     episodes_of_task: Counter[str] = Counter()
     for episode in episodes:

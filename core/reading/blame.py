@@ -309,7 +309,7 @@ def _what_would_decide(blame: Blame) -> str:
 
 
 def _removal_verdict(blame: Blame) -> str:
-    """A sentence for each role about the change of the outcome when it answers nothing."""
+    """A sentence for each role: how the outcome changes if a fixed answer replaces the answers of the role."""
     sentences: list[str] = []
     for role in blame.roles:
         name = role.role

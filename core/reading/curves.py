@@ -192,7 +192,8 @@ def _held_out_figures(run: OpenedRun, name: str) -> dict[str, dict[int, Any]]:
 
 
 def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | None]:
-    """Outcomes of training episodes: single samples, or with `selected`, paths that were chosen among candidates."""
+    """Charts of the outcomes of training episodes: of single samples, or with `selected`, of paths that were chosen
+    among candidates."""
     runs_of_path: dict[str, list[OpenedRun]] = {}
     for run in runs:
         if run.metrics:
@@ -270,7 +271,10 @@ def _figure_chart(runs: Sequence[OpenedRun], name: str, title: str, text: str) -
 
 
 def _calls_per_episode(runs: Sequence[OpenedRun]) -> Chart | None:
-    """Calls per training episode. Steps of a replay plan have none: their forks make only the calls after the fork."""
+    """A chart of the calls per training episode.
+
+    Steps of a replay plan are left out: their episodes make only the calls after a fork.
+    """
     curves: list[_Curve] = []
     for run in runs:
         by_step: dict[int, float] = {}

@@ -57,8 +57,10 @@ class TaskEnding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def solved(self) -> bool | None:
-        """Whether the episode counts as solved among episodes that report `success`. A failed episode does not, nor one
-        that reports only an outcome. None if its result is unknown."""
+        """Whether the episode solved its task, among episodes that report `success`.
+
+        False if it failed or reports only an outcome. None if its result is unknown.
+        """
         if self.status != "ok":
             return False if self.known else None
         if self.success is None and self.outcome is None:

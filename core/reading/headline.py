@@ -129,7 +129,7 @@ def compared_modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
 
 
 def _held_out_of_evaluation(evaluation: StoredEvaluation, held_out_tasks: str) -> Iterator[Change]:
-    """Success and reward of base and trained in an evaluation."""
+    """The changes of success, reward and outcome from the base to the trained policies in an evaluation."""
     mode, base = compared_modes(evaluation) or ("", "")
     after = evaluation.evaluations[mode]
     before = evaluation.evaluations.get(base)
@@ -168,7 +168,8 @@ def _failures(mode: EvaluatedMode | None) -> int:
 
 
 def _held_out_of_metrics(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
-    """Held-out success and reward from metrics.jsonl, for a run without files of its evaluations."""
+    """The changes of held-out success, reward and outcome by metrics.jsonl, for a run without files of its
+    evaluations."""
     success: dict[int, Interval] = {}
     for name, what in _HELD_OUT.items():
         by_step: dict[int, Interval] = {}

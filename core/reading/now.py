@@ -36,7 +36,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """`rollout, 37 of 64 episodes`, `update of writer`."""
+        """The phase as text: `rollout, 37 of 64 episodes`, `update of writer`."""
         text = PHASES.get(self.phase, self.phase)
         if self.of:
             text += f" of {self.of}"

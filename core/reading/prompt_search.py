@@ -98,7 +98,8 @@ def _prompts_of(folder: Path | None) -> _PromptsFile | None:
 
 
 def _verdict(held_out: _HeldOut) -> str:
-    """`the best prompts are better by 0.267 (95% interval 0.100 to 0.433) on 15 held-out tasks`."""
+    """The verdict as text: `the best prompts are better by 0.267 (95% interval 0.100 to 0.433) on 15 held-out
+    tasks`."""
     low, mean, high = held_out.difference
     on_tasks = f"on {plural(held_out.tasks, 'held-out task')}"
     if low is None or high is None:

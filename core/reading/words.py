@@ -12,7 +12,7 @@ from cotune.tables import figure, plural
 
 
 def interval_text(interval: Interval | None, percent: bool = False) -> str:
-    """`41.2% [29.4%, 53.9%]`; without bounds only the mean; empty for None."""
+    """An interval as text: `41.2% [29.4%, 53.9%]`; without bounds only the mean; empty for None."""
     if interval is None:
         return ""
     text = figure(interval.mean, percent)
@@ -22,7 +22,10 @@ def interval_text(interval: Interval | None, percent: bool = False) -> str:
 
 
 def change_text(change: Change) -> str:
-    """`held-out success on test.jsonl: base 41.2% [29.4%, 53.9%] of 64, trained 57.8% [45.6%, 69.1%] of 64`."""
+    """A change of a figure as text.
+
+    `held-out success on test.jsonl: base 41.2% [29.4%, 53.9%] of 64, trained 57.8% [45.6%, 69.1%] of 64`.
+    """
     ends: list[tuple[str, Interval, int]] = []
     if change.first:
         ends.append((change.first_of, change.first, change.first_failed))

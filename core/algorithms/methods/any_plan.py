@@ -32,7 +32,8 @@ class AnyPlan(Method):
         return COMPARED_AS[self.plan].advantages(step, rewards)
 
     def under(self, plan: PlanKind) -> Self:
-        """This loss with the comparison of a plan: its key, unit and rewards."""
+        """This method under a plan: its loss stays, and the plan decides which samples are compared, and by which
+        rewards."""
         if plan == "independent":
             return self.replaced(plan=plan)
         compared_as = COMPARED_AS[plan]

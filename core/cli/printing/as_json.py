@@ -20,7 +20,7 @@ def line(value: Any) -> str:
 
 
 def episodes_as_json(store: Store, filters: EpisodeFilters, limit: int) -> Iterator[str]:
-    """The latest episodes, the newest last, each with its rewards."""
+    """The latest episodes as lines of JSON, the newest last, each with its rewards."""
     ids = store.figures().episode_ids(filters, limit)[::-1]
     rewards = store.rewards(ids)
     feedback = store.feedback(ids)
@@ -33,7 +33,8 @@ def episodes_as_json(store: Store, filters: EpisodeFilters, limit: int) -> Itera
 
 
 def episode_as_json(store: Store, id: str) -> str:
-    """An episode with its calls, their messages and candidates. Raises RecordError for an unknown one."""
+    """An episode with its calls, their messages and candidates, as one line of JSON. Raises RecordError for an unknown
+    episode."""
     id = store.figures().episode_named(id)
     calls = store.calls(id)
     try:

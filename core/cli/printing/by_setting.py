@@ -12,7 +12,8 @@ from cotune.tables import NAME, cells, figure, grid
 
 
 def show_by_setting(grouped: BySetting) -> RenderableType:
-    """A row for each value of the setting, then the figure of each run, then notes."""
+    """The text to print about runs by a setting: a table with a row for each value, then the figure of each run, then
+    notes."""
     # Above the table and not its title, which would be broken at the width of the table.
     title = Text(f"{grouped.figure}: means and 95% intervals over runs (Student's t)", style="bold")
     has_gain = any(group.gain for group in grouped.groups)

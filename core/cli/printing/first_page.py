@@ -17,7 +17,7 @@ FAILED_TASKS = 5
 
 
 def first_page_parts(page: FirstPage) -> Iterator[RenderableType]:
-    """The parts to print, the verdict first."""
+    """The first page of a run to print: the verdict, the changes of figures, then the failed tasks."""
     evaluation = page.headline.evaluation
     source = f" ({evaluation.name})" if evaluation is not None and page.headline.verdict else ""
     yield Text.assemble((page.verdict, "bold"), (source, QUIET))

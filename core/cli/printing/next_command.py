@@ -50,7 +50,8 @@ def _check(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _doctor(a: argparse.Namespace, status: int) -> list[Words]:
-    """After a look at the machine: forecast a run with a model. After a forecast: train with the same settings."""
+    """Commands after a look at the machine: forecast a run with a model. After a forecast: train with the same
+    settings."""
     if status:
         return []
     if not a.model and not a.config:
@@ -72,9 +73,8 @@ def _same_flags(a: argparse.Namespace) -> list[str]:
 
 
 def _train(a: argparse.Namespace, status: int) -> list[Words]:
-    """After training: resume a run that stopped; look at one that never updated a policy; else evaluate, export, view
-    it.
-    """
+    """Commands after training: resume a run that stopped; look at one that never updated a policy; else evaluate,
+    export, view it."""
     summary = getattr(a, "result", None)
     if summary is None:  # it explained its columns
         return []
@@ -94,8 +94,8 @@ def _train(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _eval(a: argparse.Namespace, status: int) -> list[Words]:
-    """After an evaluation: export a run, or serve an export, that is better than its base beyond doubt; else look for
-    the reason. No command follows the evaluation of a team or of base models.
+    """Commands after an evaluation: export a run, or serve an export, that is better than its base beyond doubt; else
+    look for the reason. No command follows the evaluation of a team or of base models.
 
     Better beyond doubt means that the lower end of the interval of the first comparison is above 0.
     """
@@ -131,7 +131,8 @@ def _trace(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _replay(a: argparse.Namespace, status: int) -> list[Words]:
-    """After a replay: show the new records, or else an episode whose repetition failed or that was replayed alone."""
+    """Commands after a replay: show the new records, or else an episode whose repetition failed or that was replayed
+    alone."""
     report = a.result
     if a.out:
         return [["cotune", "show", a.out]]
@@ -143,9 +144,8 @@ def _replay(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _blame(a: argparse.Namespace, status: int) -> list[Words]:
-    """After `cotune blame`: if a role is at fault, improve its prompt, or train it. If no role was swapped, run the
-    command again with a --reference to swap in. Otherwise show the runs.
-    """
+    """Commands after `cotune blame`: if a role is at fault, improve its prompt, or train it. If no role was swapped,
+    run the command again with a --reference to swap in. Otherwise show the runs."""
     result = getattr(a, "result", None)
     if result is None or a.json:
         return []
@@ -162,7 +162,7 @@ def _blame(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _score(a: argparse.Namespace, status: int) -> list[Words]:
-    """After scoring records: store the new rewards, or show the records if they are stored."""
+    """Commands after scoring records: store the new rewards, or show the records if they are stored."""
     if status:
         return []
     if a.write:
@@ -173,8 +173,8 @@ def _score(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _judge(a: argparse.Namespace, status: int) -> list[Words]:
-    """After writing candidates to label: compare the labels with the scorers. After the comparison: score the records
-    by these scorers."""
+    """Commands after writing candidates to label: compare the labels with the scorers. After the comparison: score the
+    records by these scorers."""
     if a.to_label and status:
         return []
     if a.to_label:
@@ -184,7 +184,7 @@ def _judge(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _sft(a: argparse.Namespace, status: int) -> list[Words]:
-    """After writing answers for fine-tuning: train on the same answers."""
+    """Commands after writing answers for fine-tuning: train on the same answers."""
     if status:
         return []
     min_reward = [] if a.min_reward is None else ["--set", f"records.min_reward={a.min_reward:g}"]
@@ -193,7 +193,8 @@ def _sft(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _show(a: argparse.Namespace, status: int) -> list[Words]:
-    """After a list of runs: show the newest. After an episode: replay it. After a run: view it in the browser."""
+    """Commands after a list of runs: show the newest. After an episode: replay it. After a run: view it in the
+    browser."""
     if a.json or a.html:
         return []
     if newest := getattr(a, "result", None):  # it listed a folder of runs

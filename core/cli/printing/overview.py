@@ -190,7 +190,7 @@ def _episodes(
 
 
 def exchange_lines(exchange: Exchange) -> list[Text]:
-    """The beginnings of a question and an answer, a text each."""
+    """The beginning of a question and the beginning of its answer, each as a line."""
     lines: list[Text] = []
     if exchange.question:
         lines.append(Text.assemble(("asked ", QUIET), first_characters(exchange.question)))
@@ -206,7 +206,7 @@ def _short_id(id: str) -> Text:
 
 
 def _learned_lines(run: OpenedRun, recorded: Learned) -> Iterator[RenderableType]:
-    """A run that learns from records: the records, its losses, and the answers left out."""
+    """The lines to print about a run that learns from records: its steps, its verdict, and notes on the records."""
     lines = run.metrics
     about = facts(run)
     yield Text.assemble(("run ", "bold"), f"{run.path}: recipe {about.recipe}, learns from {recorded.path}")

@@ -28,7 +28,8 @@ _WORDS = re.compile(r"\s|\S+")
 
 
 def shown_parts(found: FoundParts, kinds: Sequence[Kind], *, full: bool = False) -> Group:
-    """Roles with their parts of these kinds, examples of the values of slots, and the number of calls left out."""
+    """The text to print about the prompts of an application: each role with its parts of these kinds and examples of
+    the values of their slots, and the number of calls left out."""
     wording = Wording(found_part.part for found_part in found.parts)
     calls = sum(role.calls for role in found.roles)
     summary = [found.workflow, plural(calls, "call"), plural(len(found.roles), "role"), ", ".join(found.models)]

@@ -33,13 +33,13 @@ def parts_in_records(records: str, *, roles: Sequence[str] = (), keep: Sequence[
     from cotune.storage.open_store import open_store
 
     with open_store(records, read_only=True) as store:
-        found = find_parts(store, roles=roles, keep=patterns(keep, "--keep"))
-        recorded_roles = {role.name for role in found.roles}
+        found_parts = find_parts(store, roles=roles, keep=patterns(keep, "--keep"))
+        found_roles = {role.name for role in found_parts.roles}
         for role in roles:
-            if role not in recorded_roles:
-                names = [recorded.name for recorded in find_parts(store).roles]
-                raise ConfigError("--role", role, "made no recorded call", _existing_names(role, names))
-    return found
+            if role not in found_roles:
+                recorded_roles = [recorded.name for recorded in find_parts(store).roles]
+                raise ConfigError("--role", role, "made no recorded call", _existing_names(role, recorded_roles))
+    return found_parts
 
 
 def source(path: str, *, keep: Sequence[str] = ()) -> Source:

@@ -115,7 +115,7 @@ def _calls_table(rows: Sequence[CallCount], names: Sequence[str]) -> Table:
 
 
 def _time_text(seconds: float | None) -> str:
-    """A Unix time in UTC."""
+    """A Unix time as text, in UTC; `-` without a time."""
     if not seconds:
         return "-"
     try:
@@ -147,8 +147,10 @@ def _delete(a: argparse.Namespace) -> int:
     if a.app and a.key is None:
         raise ConfigError("--app", a.app, "has no effect without --key", "Name the key, or leave --app out.")
     with open_store(a.store) as store:
-        episodes = a.episode or store.figures().episodes_with_key(a.app, a.key)
-        counts = delete(store, episodes, None if a.key is None else (a.app, a.key))
+        if a.key is None:
+            counts = delete(store, a.episode)
+        else:
+            counts = delete(store, store.figures().episodes_with_key(a.app, a.key), (a.app, a.key))
     tell(f"deleted {_deleted_text(counts)}")
     return 0 if counts.get("episodes") or counts.get("calls") else 1
 
