@@ -266,8 +266,10 @@ def _interval_cell(interval: Interval | None, percent: bool = False) -> str:
 
 
 def _costs(background: Background) -> Iterator[str]:
-    """Tokens, and money if every model has a price in `[prices]` of the run or of its evaluation."""
-    rows = []
+    """The section about tokens, and about money if every model has a price in `[prices]` of the run or of its
+    evaluation.
+    """
+    rows = []  # source, calls, prompt tokens, completion tokens, cost
     for role, use in background.uses.items():
         tokens = (f"{use.prompt:,}", f"{use.completion:,}")
         rows.append((f"training: {role}", f"{use.calls:,}", *tokens, _money(use.cost)))
@@ -284,7 +286,8 @@ def _costs(background: Background) -> Iterator[str]:
     if rows:
         yield "## Cost"
         heads = ("", "calls", "prompt tokens", "completion tokens", "cost")
-        columns = 5 if any(row[-1] for row in rows) else 4
+        has_costs = any(row[-1] for row in rows)
+        columns = len(heads) if has_costs else len(heads) - 1
         yield _table(heads[:columns], [row[:columns] for row in rows])
 
 

@@ -238,22 +238,23 @@ def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
     for entry in manifest.roles:
         roles_of_policy[entry.policy].append(entry.role)
 
-    # GGUF files are read by llama.cpp and Ollama alone, and an export has no others then.
+    # All policies of an export are GGUF files, or none. Only llama.cpp and Ollama read them.
     if any(policy.gguf for policy in manifest.policies):
         return _gguf_commands(manifest, roles_of_policy)
 
     # One vLLM server has all adapters of a base model; each whole model needs a server of its own.
-    adapters: dict[str, list[tuple[str, ExportedPolicy]]] = {}
+    adapters_of_base: dict[str, list[tuple[str, ExportedPolicy]]] = {}
     for entry in manifest.roles:
         policy = manifest.policy(entry.role)
         if policy.kind == "lora" and policy.base:
-            adapters.setdefault(policy.base.model, []).append((entry.role, policy))
-    vllm = [_vllm_adapters_command(base, played) for base, played in adapters.items()]
+            adapters_of_base.setdefault(policy.base.model, []).append((entry.role, policy))
+    vllm = [_vllm_adapters_command(base, adapters) for base, adapters in adapters_of_base.items()]
     for policy in manifest.policies:
         roles = roles_of_policy[policy.name]
         if roles and policy.base and policy.kind in ("full", "frozen"):
             model = f"./{policy.folder}" if policy.folder else policy.base.model
             vllm.append(shlex.join(["vllm", "serve", model, "--served-model-name", *roles]))
+    # The first server gets vLLM's default port.
     for number in range(1, len(vllm)):
         vllm[number] += f" --port {_VLLM_PORT + number}"
     return {"cotune": ["cotune serve ."], "vllm": vllm}
@@ -277,11 +278,11 @@ def _gguf_commands(manifest: Manifest, roles_of_policy: dict[str, list[str]]) ->
     return {"llama.cpp": llama_cpp, "ollama": ollama}
 
 
-def _vllm_adapters_command(base: str, played: list[tuple[str, ExportedPolicy]]) -> str:
-    """The command that serves adapters, with their roles, on one base model."""
-    rank = max(policy.lora.rank for _, policy in played if policy.lora)
+def _vllm_adapters_command(base: str, adapters: list[tuple[str, ExportedPolicy]]) -> str:
+    """The command that serves adapters on one base model. `adapters` are pairs of a role and its policy."""
+    rank = max(policy.lora.rank for _, policy in adapters if policy.lora)
     # The ranks that vLLM accepts for --max-lora-rank.
     max_rank = next((accepted for accepted in (8, 16, 32, 64, 128, 256, 320, 512) if accepted >= rank), rank)
-    modules = [f"{role}=./{policy.folder}" for role, policy in played]
-    options = ["--enable-lora", "--max-loras", str(len(played)), "--max-lora-rank", str(max_rank)]
+    modules = [f"{role}=./{policy.folder}" for role, policy in adapters]
+    options = ["--enable-lora", "--max-loras", str(len(adapters)), "--max-lora-rank", str(max_rank)]
     return shlex.join(["vllm", "serve", base, *options, "--lora-modules", *modules])

@@ -53,7 +53,10 @@ def _to_parts(message: Mapping[str, Any], left_out: Counter[str]) -> dict[str, A
 
 
 def from_parts(message: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
-    """The message in OpenAI form, or several messages if it has several tool results. Unknown parts are counted."""
+    """A message with parts in OpenAI form, as one message, and one more for each tool result in its parts.
+
+    Parts of unknown kinds are counted in `left_out`.
+    """
     role = str(message.get("role") or "user")
     contents: list[dict[str, Any]] = []  # texts and images
     calls: list[dict[str, Any]] = []
@@ -70,15 +73,15 @@ def from_parts(message: Mapping[str, Any], left_out: Counter[str]) -> list[dict[
         elif kind == "tool_call_response":
             answer = part.get("response", part.get("result"))
             results.append({"role": "tool", "tool_call_id": part.get("id"), "content": as_text(answer)})
-        elif kind in ("uri", "blob") and part.get("modality") == "image":
-            url = part.get("uri")
-            if kind == "blob":
-                url = f"data:{part.get('mime_type') or 'image/png'};base64,{part.get('content') or ''}"
-            contents.append({"type": "image_url", "image_url": {"url": url}})
+        elif kind == "uri" and part.get("modality") == "image":
+            contents.append({"type": "image_url", "image_url": {"url": part.get("uri")}})
+        elif kind == "blob" and part.get("modality") == "image":
+            data_url = f"data:{part.get('mime_type') or 'image/png'};base64,{part.get('content') or ''}"
+            contents.append({"type": "image_url", "image_url": {"url": data_url}})
         else:
             left_out[f"part.{kind}"] += 1
     if results and not contents and not calls:
-        return results
+        return results  # the message has nothing else
     content: Any = contents or None
     if len(contents) == 1 and contents[0]["type"] == "text":
         content = contents[0]["text"]

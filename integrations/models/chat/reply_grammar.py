@@ -385,7 +385,10 @@ def _tool_choice(body: Mapping[str, Any], tools: list[Mapping[str, Any]]) -> tup
 
 
 def _mode_and_tools(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
-    """The checked mode, and the tools that a reply may call in it. "any" is another word for "required"."""
+    """The mode "none", "auto" or "required" that `mode` names, and which of the tools a reply may call in it.
+
+    "any" is another word for "required". Raises RequestRefused for other modes, and for "required" without tools.
+    """
     if mode == "any":
         mode = "required"
     if mode not in ("none", "auto", "required"):

@@ -65,9 +65,11 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
     `opened` says that the prompt has opened the reasoning.
     """
     opening, closing = REASONING
-    before, closed, after = text.partition(closing)
-    if closed:
-        return before.partition(opening)[2].strip() if opening in before else before.strip(), after.lstrip("\n")
+    before, closing_mark, after = text.partition(closing)
+    if closing_mark:
+        # The prompt may have opened the reasoning, so that the reply has only the closing mark.
+        reasoning = before.partition(opening)[2] if opening in before else before
+        return reasoning.strip(), after.lstrip("\n")
     if text.lstrip().startswith(opening):
         return text.partition(opening)[2].strip(), ""
     if opened:

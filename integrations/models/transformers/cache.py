@@ -108,8 +108,10 @@ class RowCache(Cache):
     """
 
     def __init__(self, layers: int, dtype: torch.dtype, device: torch.device) -> None:
-        """An empty cache of keys and values for sequences that are decoded together. Rows are sequences, columns are
-        tokens; `starts` has the first column of each row, and `bias` hides the columns before it from attention.
+        """An empty cache of keys and values for sequences that are decoded together, for a model of so many layers.
+
+        Rows are sequences, columns are tokens. `starts` has the first column of each row, and `bias` hides the columns
+        before it from attention.
         """
         self.window = Window()
         super().__init__(layers=[RowLayer(self.window) for _ in range(layers)])

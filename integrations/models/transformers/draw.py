@@ -60,12 +60,15 @@ class LogitChanges:
 
 
 def change_logits(logits: Tensor, rows: Sequence[LogitChanges | None]) -> None:
-    """Change `logits` [rows, vocabulary] in place by the rows' parameters. Tokens that a grammar forbids get -inf."""
+    """Change `logits` [rows, vocabulary] in place by the grammars, biases and penalties of the rows. Tokens that a
+    grammar forbids get -inf. `rows` has None for a row without changes.
+    """
     matchers = {i: row.matcher for i, row in enumerate(rows) if row is not None and row.matcher is not None}
     if matchers:
-        bits = np.empty((len(matchers), next(iter(matchers.values())).words), np.int32)
-        for matcher, its_bits in zip(matchers.values(), bits, strict=True):
-            matcher.allowed(its_bits)  # writes one bit for each token
+        words = next(iter(matchers.values())).words
+        bits = np.empty((len(matchers), words), np.int32)
+        for matcher, bits_of_row in zip(matchers.values(), bits, strict=True):
+            matcher.allowed(bits_of_row)  # writes one bit for each token
         allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
         forbidden = torch.from_numpy(allowed == 0).to(logits.device)  # [matchers, vocabulary]
         if len(matchers) == len(rows):
@@ -172,18 +175,18 @@ def _draw_weights(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | N
     """
     rows, vocabulary = logits.shape
     blocks = -(-vocabulary // BLOCK)
-    weight = logits.new_empty((rows, blocks * BLOCK), dtype=torch.float32)
-    weight[:, vocabulary:] = 0.0
-    # A view of `weight`: scaled logits, which the last line turns into weights in place, to save memory.
-    x = torch.div(logits, params.temperature, out=weight[:, :vocabulary])
+    weights = logits.new_empty((rows, blocks * BLOCK), dtype=torch.float32)
+    weights[:, vocabulary:] = 0.0
+    # A view of `weights`, which the last line turns from scaled logits into weights in place, to save memory.
+    scaled_logits = torch.div(logits, params.temperature, out=weights[:, :vocabulary])
     if params.min_p is not None:
-        least_logit = x.amax(dim=-1, keepdim=True) + params.min_p.log()
-        x.masked_fill_(x < least_logit, -torch.inf)
+        least_logit = scaled_logits.amax(dim=-1, keepdim=True) + params.min_p.log()
+        scaled_logits.masked_fill_(scaled_logits < least_logit, -torch.inf)
     if params.top_k is not None or params.top_p is not None:
-        x.copy_(truncate(x, params.top_k, params.top_p))
-    greedy_token = None if params.greedy is None else x.argmax(dim=-1, keepdim=True)
-    x.sub_(x.amax(dim=-1, keepdim=True)).exp_()
-    return weight, greedy_token
+        scaled_logits.copy_(truncate(scaled_logits, params.top_k, params.top_p))
+    greedy_token = None if params.greedy is None else scaled_logits.argmax(dim=-1, keepdim=True)
+    scaled_logits.sub_(scaled_logits.amax(dim=-1, keepdim=True)).exp_()
+    return weights, greedy_token
 
 
 def _find_column(weight: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,9 +196,11 @@ def _find_column(weight: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     another order and rounds its sums up and down, so a column with weight zero gets the greatest sum before it.
     """
     cumulative = weight.cumsum(dim=-1).masked_fill_(weight == 0, 0.0).cummax(dim=-1).values
-    threshold = threshold.clamp(min=0).minimum(cumulative[:, -1:] * (1 - 2.0**-23))
-    column = torch.searchsorted(cumulative, threshold, right=True)
-    return column, threshold - (cumulative.gather(1, column) - weight.gather(1, column))
+    below_total = cumulative[:, -1:] * (1 - 2.0**-23)  # one step of float32
+    limited = threshold.clamp(min=0).minimum(below_total)
+    column = torch.searchsorted(cumulative, limited, right=True)
+    weight_before_column = cumulative.gather(1, column) - weight.gather(1, column)
+    return column, limited - weight_before_column
 
 
 def truncate(x: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:

@@ -58,7 +58,11 @@ class DecodingEngine:
         *,
         packed: bool = False,
     ) -> None:
-        """`packed`: multiply with the weights of the float32 `model` in bfloat16."""
+        """An engine that decodes with a loaded model. `emit` gets the answers to commands.
+
+        `source` has the limits of the engine. With `packed`, the products with the weights of the float32 `model` are
+        computed in bfloat16.
+        """
         if not attention_only(model.config.get_text_config()):
             raise SamplerError(
                 f"The in-process sampler cannot serve {type(model).__name__}: not all its layers are full or sliding "
@@ -71,8 +75,12 @@ class DecodingEngine:
         self._emit = emit
         self._ends = tuple(end_token_ids)
         self._tokenizer = tokenizer
-        memory = torch.cuda.mem_get_info(model.device)[1] if model.device.type == "cuda" else machine_memory()[1]
-        self.prefixes = PrefixCache(memory // PREFIX_PART if source.prefix_cache is None else source.prefix_cache)
+        prefix_bytes = source.prefix_cache
+        if prefix_bytes is None:
+            on_gpu = model.device.type == "cuda"
+            _, total_memory = torch.cuda.mem_get_info(model.device) if on_gpu else machine_memory()
+            prefix_bytes = total_memory // PREFIX_PART
+        self.prefixes = PrefixCache(prefix_bytes)
         path = source.model if isinstance(source.model, str) else model.config.name_or_path
         self._images = ImageInputs(path) if sees_images(model.config) else None
         self._packed = packed

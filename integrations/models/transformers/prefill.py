@@ -82,11 +82,11 @@ def prefill(
     reused = [max(0, len(prompt) - n_computed) for prompt in prompts]
     past = max(reused)
     width = past + n_computed
-    # The tokens to compute [prompts, n_computed], and which columns belong to the prompt [prompts, width].
+    # Padded on the left: the tokens to compute, and whether a column belongs to the prompt.
     ids = np.zeros((len(prompts), n_computed), np.int64)
     mask = np.zeros((len(prompts), width), np.int64)
-    for row, (prompt, start) in enumerate(zip(prompts, reused, strict=True)):
-        new_ids = prompt[start:]
+    for row, prompt in enumerate(prompts):
+        new_ids = prompt[reused[row] :]
         ids[row, n_computed - len(new_ids) :] = new_ids
         mask[row, width - len(prompt) :] = 1
     cache = DynamicCache()
@@ -94,11 +94,16 @@ def prefill(
         states = join_states(known, reused)
         for layer, (keys, values) in enumerate(zip(states[::2], states[1::2], strict=True)):
             cache.update(keys, values, layer)
-    positions = torch.as_tensor((mask.cumsum(1) - 1).clip(0)[:, past:], device=model.device)
+    inputs: Mapping[str, Any]
+    if image_inputs is not None:
+        inputs = image_inputs
+    else:
+        positions = (mask.cumsum(1) - 1).clip(0)[:, past:]  # [prompts, n_computed]
+        inputs = {"position_ids": torch.as_tensor(positions, device=model.device)}
     out = model(
         input_ids=torch.as_tensor(ids, device=model.device),
         attention_mask=None if mask.all() else torch.as_tensor(mask, device=model.device),
-        **({"position_ids": positions} if image_inputs is None else image_inputs),
+        **inputs,
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,

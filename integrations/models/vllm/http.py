@@ -230,7 +230,7 @@ def _describes_model(model: str, card: Card) -> bool:
 
 
 async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str | None) -> dict[str, str]:
-    """Find the address of a server for each base model from the servers' lists of models.
+    """Find the address of the server of each base model, by the servers' lists of models.
 
     Raises ConfigError if a model has no server, and the errors of `VllmHttpSampler.open`.
     """

@@ -48,7 +48,7 @@ class CotuneWorker:
     finish_weight_update: Any
 
     def cotune_adapter(self, lora_id: int, folder: str) -> str:
-        """Compute the fingerprint of a folder, after a check that the adapter in this engine has the same values.
+        """Compute the fingerprint of the adapter in a folder. First check that this engine has loaded the same values.
 
         Raises RuntimeError if the adapter is not loaded or has other values.
         """
