@@ -157,8 +157,8 @@ def _wrap_async_generator_function(fn: Callable[..., Any], name: str) -> Callabl
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         with role(name):
             generator = fn(*args, **kwargs)
-            # `yield from` does not exist in asynchronous generators: the loop passes on sent values, errors and the
-            # close.
+            # Asynchronous generators have no `yield from`. So this loop passes to `fn` what its consumer sends: values,
+            # errors, and the end.
             step = generator.asend(None)
             while True:
                 try:

@@ -35,7 +35,8 @@ class ToolUse:
     __slots__ = ("arguments", "calls", "known", "name", "value")
 
     def __init__(self, name: str, arguments: str, known: bool = False, value: Any = None) -> None:
-        """`value` is the recorded result if it is `known`; otherwise the tool runs and sets it."""
+        """`arguments` is a digest of the tool's arguments. `known` is whether `value` is the result from the record;
+        otherwise the tool runs and sets it."""
         self.name = name
         self.arguments = arguments
         self.known = known

@@ -22,9 +22,9 @@ _NOT_ASKED = frozenset({401, 402, 403, 404, 408, 425, 429})
 def failure_cause(error: BaseException, outages: Iterable[BaseException] = ()) -> FailureCause:
     """The cause of an error, from the error and all errors that it was raised from.
 
-    It is the infrastructure if one of these is among `outages` (errors of calls to models that their requests did not
-    cause), comes from cotune's engines, store or set-up, or is an `Outage`. Otherwise it is the policy: bad output, a
-    failed tool, a prompt that is too long, too many calls, a time-out.
+    It is the infrastructure if one of these errors comes from cotune's engines, store or set-up, is an `Outage`, or is
+    among `outages`: errors of calls to models for which the server was responsible, and not the request. Otherwise it
+    is the policy: bad output, a failed tool, a prompt that is too long, too many calls, a time-out.
     """
     errors = list(error_chain(error))
     outage_ids = {id(outage) for outage in outages}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -71,18 +71,19 @@ def choose_forks(
         case "first":
             return list(calls[: min(rule.count, most)])
         case "entropy":
-            ranked = sorted(calls, key=lambda call: (-mean_entropy(call), call.step))[: min(rule.count, most)]
-            return sorted(ranked, key=lambda call: call.step)
+            return _highest(calls, mean_entropy, min(rule.count, most))
         case "every":
             allowed = list(calls[:: rule.count])
         case "role":
             allowed = [call for call in calls if call.role == rule.role]
         case "decisive":
-            effect_of = {call.id: effects.get((call.role, call.turn), math.inf) for call in calls}
-            with_effect = [call for call in calls if effect_of[call.id] > 0]
+
+            def effect_of(call: CallRecord) -> float:
+                return effects.get((call.role, call.turn), math.inf)
+
+            with_effect = [call for call in calls if effect_of(call) > 0]
             if with_effect:
-                ranked = sorted(with_effect, key=lambda call: (-effect_of[call.id], call.step))[:most]
-                return sorted(ranked, key=lambda call: call.step)
+                return _highest(with_effect, effect_of, most)
             allowed = list(calls)
         case "all":
             allowed = list(calls)
@@ -94,6 +95,12 @@ def choose_forks(
     rng = random.Random(seed)
     drawn = sorted(allowed, key=lambda call: rng.random() ** calls_to_end[call.id], reverse=True)
     return sorted(drawn[:most], key=lambda call: call.step)
+
+
+def _highest(calls: Sequence[CallRecord], value_of: Callable[[CallRecord], float], n: int) -> list[CallRecord]:
+    """The `n` calls with the highest values, in step order. Of equal values, the earlier calls are taken."""
+    ranked = sorted(calls, key=lambda call: (-value_of(call), call.step))
+    return sorted(ranked[:n], key=lambda call: call.step)
 
 
 def none_decides(calls: Sequence[CallRecord], effects: Mapping[Place, float]) -> bool:

@@ -177,21 +177,28 @@ class ReplayResponder:
         # Answers from the script took no time. The clock of the episode continues from the recorded call's time.
         if call.episode.chance is not None:
             call.episode.chance.advance_to(recorded.started)
-        answer = self.replay.answer or await self._ask_others(call)
-        self._forked = True
         if self.replay.answer is not None:
-            return answer
-        recorded_ids = recorded.answer.prompt_ids
-        same_prompts = call.prompts == recorded.prompts
-        if answer is not None and recorded_ids and answer.prompt_ids != recorded_ids and same_prompts:
-            where = "in their number"
-            for position, (old, new) in enumerate(zip(recorded_ids, answer.prompt_ids, strict=False)):
-                if old != new:
-                    where = f"from token {position + 1} on"
-                    break
-            cause = f"{_recorded_turn_text(recorded)}: the messages are the same, but their token ids differ {where}."
-            self._diverge(call, cause, "The model's template or tokenizer was changed.")
+            self._forked = True
+            return self.replay.answer
+        answer = await self._ask_others(call)
+        self._forked = True
+        # Edits of the prompts (`prompts`) may have changed the messages on purpose.
+        if answer is not None and call.prompts == recorded.prompts:
+            self._require_same_tokens(call, recorded, answer)
         return answer
+
+    def _require_same_tokens(self, call: LiveCall, recorded: ScriptCall, answer: Answer) -> None:
+        """Raise ReplayDiverged if the prompt of a new answer has other token ids than the recorded prompt."""
+        recorded_ids = recorded.answer.prompt_ids
+        if not recorded_ids or answer.prompt_ids == recorded_ids:
+            return
+        where = "in their number"
+        for position, (old, new) in enumerate(zip(recorded_ids, answer.prompt_ids, strict=False), 1):
+            if old != new:
+                where = f"from token {position} on"
+                break
+        cause = f"{_recorded_turn_text(recorded)}: the messages are the same, but their token ids differ {where}."
+        self._diverge(call, cause, "The model's template or tokenizer was changed.")
 
     async def _ask_others(self, call: LiveCall) -> Answer | None:
         """A new answer; None if the application's own provider gives it."""

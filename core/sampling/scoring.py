@@ -313,7 +313,7 @@ def _scored(value: Any, source: str, name: str = "local", *, may_be_none: bool =
 
 
 def _scorer_failure(error: Exception, source: str) -> WorkflowError:
-    """The error of a scorer that raised `error` or was stopped."""
+    """The error to report for a scorer that raised `error`, or that was interrupted because it blocked the loop."""
     if isinstance(error, WorkflowError):
         return error
     if isinstance(error, Stopped) and isinstance(error.__cause__, Blocked):

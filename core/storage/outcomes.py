@@ -16,11 +16,12 @@ OnFailure = float | Literal["lowest", "exclude"]
 IS_OUTCOME = "(status = 'ok' OR status = 'error' AND coalesce(blame, 'policy') = 'policy')"
 """Whether the outcome of an episode depends on its policies. It does not if the infrastructure failed."""
 _FAILED = f"status = 'error' AND {IS_OUTCOME}"
-_REWARD_SUM = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
+REWARD_SUM = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
+"""The sum of an episode's rewards; NULL without rewards."""
 ALL_OWN = """LEFT JOIN
     (SELECT target, sum(value) AS own FROM rewards WHERE instr(target, '.') = 0 GROUP BY target) AS given
     ON given.target = episodes.id"""
-"""A join that gives each episode the sum of its rewards as `own`. For all episodes it is faster than `_REWARD_SUM`."""
+"""A join that gives each episode the sum of its rewards as `own`. For all episodes it is faster than `REWARD_SUM`."""
 
 _WORDS = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
 
@@ -29,7 +30,7 @@ REPORTED = """CASE WHEN status = 'ok' THEN CASE WHEN success >= 0.5 THEN 1 WHEN 
 """Whether an episode reports that it solved its task (`Episode.solved`). NULL if it reports no `success`."""
 
 
-def solved(reward_sum: str = _REWARD_SUM) -> str:
+def solved(reward_sum: str = REWARD_SUM) -> str:
     """An SQL expression: whether an episode counts as solved in a phase that reports `success`.
 
     A failed episode counts as unsolved, and so does one that reports only rewards. The expression is NULL if the
@@ -57,7 +58,7 @@ def metric(value: object) -> float | None:
     None for a value that is no number."""
     if isinstance(value, str):
         return _WORDS.get(value.lower())
-    if isinstance(value, int | float):
+    if isinstance(value, int | float):  # also a bool, which is an int
         return float(value)
     return None
 
@@ -107,7 +108,7 @@ LOWEST_SUM = """SELECT coalesce(min(total), 0) FROM (SELECT sum(value) AS total 
 """The lowest outcome of a phase, or 0."""
 
 
-def outcome_sum(on_failure: str, lowest: float, reward_sum: str = _REWARD_SUM) -> str:
+def outcome_sum(on_failure: str, lowest: float, reward_sum: str = REWARD_SUM) -> str:
     """An SQL expression: the sum of an episode's outcome; NULL if its outcome is unknown. `reward_sum` is the
     expression for the sum of its rewards."""
     failed = "NULL"

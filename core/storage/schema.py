@@ -305,7 +305,7 @@ def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: byt
     If `token_ids` is None, the call is lean: its candidates have the right numbers of token ids, but not the ids, and
     only the beginning of texts and tool calls.
     """
-    # The arrays hold the token ids and log-probabilities of all candidates, one after another.
+    # Each array has the values of all candidates, one after another.
     is_lean = token_ids is None
     all_ids = () if token_ids is None else unpack_ids(token_ids)
     all_logprobs: Any = array("f", logprobs) if is_lean else struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
@@ -318,7 +318,7 @@ def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: byt
         message = stored.message
         shown = stored.shown
         candidate_ids = all_ids[ids_start:ids_end]
-        if is_lean:
+        if is_lean:  # readers only ask whether there is a text or a tool call, and how many tokens there are
             tool_calls = message.get("tool_calls")
             text = text[:1]
             message = {"tool_calls": tool_calls[:1]} if tool_calls else {}

@@ -71,8 +71,10 @@ def shared_address(address: str | Path) -> str:
 
 
 def acquire_store(address: str) -> Store:
-    """The store at a `shared_address`, which is opened if no trace of this process uses it. Return it with
-    `release_store`. Raises RunError, ConfigError."""
+    """The store at a `shared_address`, for a trace that begins. It is opened if no other trace of this process uses it.
+
+    Call `release_store` when the trace ends. Raises RunError or ConfigError if the store cannot be opened.
+    """
     with _stores.lock:
         shared = _stores.by_address.get(address)
         if shared is None or not shared.users:

@@ -11,7 +11,16 @@ import msgspec
 from cotune.errors import RecordError
 from cotune.records.structs import JUDGING, REFLECTING, CallRecord, Task
 from cotune.storage.episode_filters import COUNTED, ORDERS, CallFilters, EpisodeFilters
-from cotune.storage.outcomes import ALL_OWN, LOWEST_SUM, REPORTED, outcome_means, outcome_sum, solved, success_counts
+from cotune.storage.outcomes import (
+    ALL_OWN,
+    LOWEST_SUM,
+    REPORTED,
+    REWARD_SUM,
+    outcome_means,
+    outcome_sum,
+    solved,
+    success_counts,
+)
 from cotune.storage.schema import AMONG, FEEDBACK, NameList, Row, in_parts
 from cotune.storage.sql.owners import episodes_with_keys
 
@@ -261,12 +270,13 @@ class Figures:
         )
         return [StepOutcome(*row) for row in rows]
 
-    def _outcome_expression(self, phase: str, on_failure: str, *reward_sum: str) -> tuple[str, str]:
-        """The name and the SQL expression of an episode's outcome: success if an episode of the phase reports it, else
-        the sum of its rewards. `reward_sum` is an expression for this sum that the query has already joined, if any."""
+    def _outcome_expression(self, phase: str, on_failure: str, reward_sum: str = REWARD_SUM) -> tuple[str, str]:
+        """The name and the SQL expression of an episode's outcome: `success` if an episode of the phase reports it,
+        else `reward`, the sum of its rewards. `reward_sum` is the expression for this sum."""
         if self.rows("SELECT 1 FROM episodes WHERE phase = ? AND success IS NOT NULL LIMIT 1", (phase,)):
-            return "success", solved(*reward_sum)
-        return "reward", outcome_sum(on_failure, self.rows(LOWEST_SUM, (phase,))[0][0], *reward_sum)
+            return "success", solved(reward_sum)
+        ((lowest,),) = self.rows(LOWEST_SUM, (phase,))
+        return "reward", outcome_sum(on_failure, lowest, reward_sum)
 
     def has_scored_candidates(self) -> bool:
         """Whether, in a call with several candidates, any candidate has a reward."""

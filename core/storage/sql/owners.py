@@ -36,7 +36,7 @@ def among(execute: Execute, select: str, column: str, names: Iterable[str], sql_
 
 
 def leave_out_others(execute: Execute, tables: Tables) -> int:
-    """Remove the records from `tables` that belong to an episode of another application; return their number.
+    """Remove the records from `tables` that an application wrote for an episode of another one; return their number.
 
     Stored rewards from another application are deleted when their episode comes, and counted too.
     """
@@ -88,19 +88,26 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
     episodes[:] = [row for row in episodes if is_allowed(row[AT["episodes"]], owners[row[0]])]
     for table in _REWARDS:
         tables[table][:] = [row for row in tables[table] if is_allowed(row[AT[table]], owner_of_target(row[0]))]
-    left_out = rows_before - sum(map(len, tables.values()))
+    n_removed = rows_before - sum(map(len, tables.values()))
 
     # 4. Stored rewards that came before these records: of new episodes, and of the candidates of new calls.
     owner_of_new_target = {id: owners[id] for id in owners.keys() - stored_episodes}
     for row in calls:
         for index in range(row[_DRAWN]):
             owner_of_new_target[f"{row[0]}.{index}"] = owners[row[1]]
+    return n_removed + _delete_rewards_of_others(execute, owner_of_new_target)
+
+
+def _delete_rewards_of_others(execute: Execute, owner_of_target: Mapping[str, str]) -> int:
+    """Delete the stored rewards and texts of these targets that an application other than their owner wrote. Returns
+    their number."""
+    n_deleted = 0
     for table in _REWARDS:
-        for target, app in among(execute, f"SELECT target, app FROM {table}", "target", owner_of_new_target):
-            if app not in ("", owner_of_new_target[target]):
+        for target, app in among(execute, f"SELECT target, app FROM {table}", "target", owner_of_target):
+            if app not in ("", owner_of_target[target]):
                 execute(f"DELETE FROM {table} WHERE target = ? AND app = ?", [target, app])
-                left_out += 1
-    return left_out
+                n_deleted += 1
+    return n_deleted
 
 
 def join_keys(execute: Execute, tables: Tables) -> None:

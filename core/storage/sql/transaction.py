@@ -171,8 +171,11 @@ class Transactions:
         return written
 
     def _insert(self, table: str, values: Sequence[Any]) -> list[Sequence[Any]]:
-        """Insert rows and return the rows that could not be stored. If a row is broken, the two halves are inserted
-        separately, so that one broken row among thousands costs few statements."""
+        """Insert rows, from their values one after another. Returns the values of each row that could not be stored.
+
+        If a row is broken, the two halves of the rows are inserted separately, so that one broken row among thousands
+        costs few statements.
+        """
         try:
             if values:
                 self._db.insert(table, values)
@@ -258,7 +261,7 @@ class Transactions:
         self.any_closed = True
 
     def count(self, added: Mapping[str, int]) -> None:
-        """Add to the counters of the store."""
+        """Add numbers to counters of the store, by the name of the counter."""
         for name, value in added.items():
             self._db.execute(
                 "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE "
