@@ -76,29 +76,34 @@ def read_batch(body: bytes) -> Batch:
 
 
 def _has_too_many(body: bytes) -> bool:
-    """Whether a MessagePack body has more than `MOST_LISTS` of these values. Elements follow directly after the head of
-    their list or map, so nested values need no recursion."""
-    position = count = 0
-    while position < len(body) and count <= MOST_LISTS:
+    """Whether a MessagePack body has more than `MOST_LISTS` values that take much memory: lists, maps and negative
+    numbers.
+
+    Elements follow directly after the head of their list or map, so nested values need no recursion.
+    """
+    position = 0
+    n_heavy_values = 0
+    while position < len(body) and n_heavy_values <= MOST_LISTS:
         # The first byte of a value names its type, and with it the size of its head.
-        first = body[position]
-        after_first = position + 1
-        position += _SIZES[first]
-        if length := _LENGTHS.get(first):
-            position += int.from_bytes(body[after_first : after_first + length])
-        count += first not in _LIGHT
-    return count > MOST_LISTS
+        first_byte = body[position]
+        if first_byte not in _LIGHT:
+            n_heavy_values += 1
+        size = _SIZES[first_byte]
+        if n_length_bytes := _LENGTHS.get(first_byte):
+            size += int.from_bytes(body[position + 1 : position + 1 + n_length_bytes])
+        position += size
+    return n_heavy_values > MOST_LISTS
 
 
 def pack_batch(app: str, source: str, parts: Sequence[bytes], dropped: int = 0, sampled: int = 0) -> bytes:
-    """Make a gzip body of parts that `wire.pack` has packed."""
-    raw = _encode(
-        _Packed(
-            v=VERSION, app=app, source=source, dropped=dropped, sampled=sampled, parts=list(map(msgspec.Raw, parts))
-        )
-    )
-    packer = zlib.compressobj(1, wbits=31)
-    return packer.compress(raw) + packer.flush()
+    """The gzip body of a batch. `parts` are records that `wire.pack` has packed, and `source` names their spool.
+
+    `dropped` and `sampled` are the numbers of records that were left out before this batch.
+    """
+    raw_parts = list(map(msgspec.Raw, parts))
+    batch = _Packed(v=VERSION, app=app, source=source, dropped=dropped, sampled=sampled, parts=raw_parts)
+    packer = zlib.compressobj(level=1, wbits=31)  # 31: the format of gzip
+    return packer.compress(_encode(batch)) + packer.flush()
 
 
 def check_app(app: str) -> str:

@@ -42,25 +42,27 @@ class KeyUse:
     key, and an episode can take a row for each reward of its key."""
 
     def __init__(self, records: Iterable[Record], app: str, store: Store) -> None:
-        """Count what is stored for the keys that these records reward, to refuse rewards beyond the limits of a key."""
+        """Read how many episodes and rewards the store has for the keys in `records`, to refuse rewards beyond the
+        limits of a key. Keys are written as reward targets here, with the application before the key.
+        """
+        self._episodes: Counter[str] = Counter()
+        """The number of stored and new episodes of each key."""
+        self._names: dict[str, set[str]] = {}
+        """The names of the rewards of each key."""
         app_prefix = key_target(app, "")
-        rewarded: set[str] = set()
-        new_episodes: Counter[str] = Counter()
+        rewarded_targets: set[str] = set()
         for record in records:
             if isinstance(record, RewardRecord | FeedbackRecord) and record.target.startswith(app_prefix):
-                rewarded.add(record.target)
+                rewarded_targets.add(record.target)
             elif isinstance(record, Episode) and record.key:
-                new_episodes[app_prefix + record.key] += 1
-        self._episodes = new_episodes
-        """The number of stored and new episodes of each key, by reward target."""
-        self._names: dict[str, set[str]] = {}
-        """The names of the rewards of each key, by reward target."""
-        if rewarded:
-            rewarded_keys = [target.removeprefix(app_prefix) for target in rewarded]
+                self._episodes[app_prefix + record.key] += 1
+        # A new episode takes a row for each reward of its key that is stored already.
+        targets = rewarded_targets | self._episodes.keys()
+        if rewarded_targets:
+            rewarded_keys = [target.removeprefix(app_prefix) for target in rewarded_targets]
             for key, count in store.figures().key_counts(app, rewarded_keys).items():
                 self._episodes[app_prefix + key] += count
-        # A new episode takes a row for each reward of its key that is stored already.
-        if targets := rewarded | new_episodes.keys():
+        if targets:
             for names_of_target in (store.rewards(targets), store.feedback(targets)):
                 for target, names in names_of_target.items():
                     self._names.setdefault(target, set()).update(names)
@@ -77,7 +79,8 @@ class KeyUse:
 
     def slices(self, records: Sequence[Record]) -> Iterator[Sequence[Record]]:
         """Divide records into parts with few rows. Other writers can use the store between the commits of two parts."""
-        first = rows = 0
+        first = 0
+        rows = 0
         for index, record in enumerate(records):
             # A record takes a row for each other record of its key that it applies to.
             added_rows = 0
@@ -98,8 +101,8 @@ def select_valid(
 ) -> list[Record]:
     """Select the records that may be stored, and assign them to the application. Refused ones are counted by reason.
 
-    A content address must match the content. As the first record with an id is valid for all, an application could
-    otherwise change the contents of messages of another.
+    An id that is an address of the content must match the content. All applications share the first record with an id,
+    so one application could otherwise change the messages of another.
     """
     now = time.time()
     paths: dict[str, Digest] = {}
@@ -111,7 +114,7 @@ def select_valid(
         if fault:
             refused[fault] += 1
         else:
-            accepted.append(_assigned(record, app, now))
+            accepted.append(_assign(record, app, now))
     return accepted
 
 
@@ -140,8 +143,8 @@ def _record_fault(record: Record, app: str, paths: dict[str, Digest], stored_pat
             return _target_fault(record, app)
 
 
-def _assigned(record: Record, app: str, now: float) -> Record:
-    """The record as one of the application, with a time that is not in the future."""
+def _assign(record: Record, app: str, now: float) -> Record:
+    """The record as a record of the application `app`. A time in the future is replaced by `now`."""
     match record:
         case CallRecord() | Episode():
             started = now if record.started > now + _CLOCK_TOLERANCE else record.started

@@ -48,18 +48,20 @@ class Counts:
             return sum(value for (counter, _), value in self._values.items() if counter == name)
 
     def text(self, gauges: dict[str, tuple[str, float]]) -> str:
-        """All counters, and gauges by name with their text and value."""
+        """All counters and the `gauges` in the text format of Prometheus. A gauge has a description and a value."""
         with self._lock:
             values = dict(self._values)
         lines = []
-        for name, about in _KINDS.items():
-            lines += [f"# HELP cotune_collect_{name}_total {about}", f"# TYPE cotune_collect_{name}_total counter"]
-            for (counter, labels), value in sorted(values.items()):
-                if counter == name:
-                    lines.append(f"cotune_collect_{name}_total{f'{{{labels}}}' if labels else ''} {value:g}")
-        for name, (about, value) in gauges.items():
-            lines += [f"# HELP cotune_collect_{name} {about}", f"# TYPE cotune_collect_{name} gauge"]
-            lines.append(f"cotune_collect_{name} {value:g}")
+        for counter, description in _KINDS.items():
+            name = f"cotune_collect_{counter}_total"
+            lines += [f"# HELP {name} {description}", f"# TYPE {name} counter"]
+            for (counter_of_value, labels), value in sorted(values.items()):
+                if counter_of_value == counter:
+                    label_part = f"{{{labels}}}" if labels else ""
+                    lines.append(f"{name}{label_part} {value:g}")
+        for gauge, (description, value) in gauges.items():
+            name = f"cotune_collect_{gauge}"
+            lines += [f"# HELP {name} {description}", f"# TYPE {name} gauge", f"{name} {value:g}"]
         return "\n".join(lines) + "\n"
 
 

@@ -204,36 +204,46 @@ class Sender:
                 last_search = time.monotonic() - random.uniform(0, ADOPT / 2)
             if not self._news.wait(ADOPT / 4):
                 continue  # no new record: see whether it is time to search
+            # Wait for further records of the batch, unless `flush` or `finish` asks for all at once.
             self._urgent.wait(LINGER)
             self._news.clear()
             try:
                 self._send_spool(spool)
                 self._urgent.clear()
-            except _Undelivered as failed:
+            except _Undelivered as failure:
                 self._news.set()
-                self._wait_after_failure(failed)
+                self._wait_after_failure(failure)
 
-        # The process ends. Records on the disk can wait for the next process, but records in memory would be lost.
-        end = time.monotonic() + EXIT
+        has_sent_all = self._send_before_exit(spool)
+        if has_sent_all and last_search is None:
+            # If all processes of an application are this short, none has searched yet.
+            self._send_abandoned()
+
+    def _send_before_exit(self, spool: Spool) -> bool:
+        """Send the waiting records when the process ends. Returns whether all were sent.
+
+        Records on the disk can wait for the next process. Records in memory would be lost, so for `EXIT` seconds they
+        are sent again after a failure.
+        """
+        last_attempt = time.monotonic() + EXIT
         while True:
             try:
                 self._send_spool(spool)
             except _Undelivered:
-                if not spool.memory_bytes or time.monotonic() > end:
-                    return
+                if not spool.memory_bytes or time.monotonic() > last_attempt:
+                    return False
                 time.sleep(PAUSE[0])
             else:
-                break
-        if last_search is None:  # if all processes of an application are this short, none has searched yet
-            self._send_abandoned()
+                return True
 
-    def _wait_after_failure(self, failed: _Undelivered) -> None:
+    def _wait_after_failure(self, failure: _Undelivered) -> None:
         """Wait after a failed delivery, longer after each failure, and log the first failure with this cause."""
-        if self._logged_outage != failed.cause:
-            self._logged_outage = failed.cause
+        if self._logged_outage != failure.cause:
+            self._logged_outage = failure.cause
             text = "The collector %s takes no records now (%s). They wait in %s and are sent later."
-            log.warning(text, self.url, failed.cause, self.folder)
-        pause = max(failed.pause, self._pause * random.uniform(0.5, 1.0))
+            log.warning(text, self.url, failure.cause, self.folder)
+        # Processes must not all send again at once.
+        pause = max(failure.pause, self._pause * random.uniform(0.5, 1.0))
         self._pause = min(2 * self._pause, PAUSE[1])
         self._closing.wait(pause)
 
@@ -263,10 +273,12 @@ class Sender:
                 if isinstance(error, OSError):
                     raise _Undelivered(f"the spool cannot be read: {error.strerror or error}") from None
                 if isinstance(error, Exception) and not isinstance(error, _Undelivered):
-                    # No answer may end the thread: no further record would be sent until the process ends.
+                    # No error may end the thread, or no record would be sent any more.
                     log.exception("A batch could not be sent.")
                     raise _Undelivered(f"{type(error).__name__}: {error}") from None
                 raise
+
+            # The batch was delivered, with the counts of records that were left out before it.
             spool.subtract_dropped(dropped)
             with self._guard:
                 self.sampled -= sampled
@@ -364,14 +376,15 @@ os.register_at_fork(after_in_child=_senders.renew_lock)
 
 
 def sender(url: str, app: str = "") -> Sender:
-    """This process's sender to a collector. Core finds this function by its entry point. The default of `app` is
-    COTUNE_APP. Raises ConfigError."""
+    """The sender of this process to a collector, for one application. It is made at its first use.
+
+    Core finds this function by its entry point. The default of `app` is COTUNE_APP. Raises ConfigError.
+    """
     app = app or os.environ.get("COTUNE_APP", "")
     with _senders.lock:
-        existing = _senders.by_address.get((url, app))
-        if existing is None:
-            existing = _senders.by_address[url, app] = Sender(url, app, os.environ.get("COTUNE_TOKEN"))
-        return existing
+        if (url, app) not in _senders.by_address:
+            _senders.by_address[url, app] = Sender(url, app, os.environ.get("COTUNE_TOKEN"))
+        return _senders.by_address[url, app]
 
 
 def _parts_of_url(url: str) -> tuple[str, str, int | None, str]:

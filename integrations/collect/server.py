@@ -156,8 +156,8 @@ class Collector:
             if bool(body.episode) == bool(body.key):
                 text = "Either `episode` or `key` is needed, and not both."
                 raise RequestError(400, text, param="episode", code="invalid_value")
-            named = body.reward if isinstance(body.reward, dict) else {"team": body.reward}
-            rewards = {name: float(value) for name, value in named.items() if value is not None}
+            named_values = body.reward if isinstance(body.reward, dict) else {"team": body.reward}
+            rewards = {name: float(value) for name, value in named_values.items() if value is not None}
             if len(rewards) > MOST_NAMES:
                 text = f"A request has at most {MOST_NAMES} rewards, not {len(rewards)}."
                 raise RequestError(400, text, param="reward", code="invalid_value")
@@ -204,18 +204,30 @@ class Collector:
 
         Raises RequestError (503) if the store fails.
         """
-        refused: Counter[str] = Counter()
+        # 1. Check the records.
         parents = {record.parent for record in records if isinstance(record, Segment) and record.parent is not None}
-        stored = self.store.figures().stored_segments(parents)
+        stored_parents = self.store.figures().stored_segments(parents)
+
+        def stored_path(segment: str) -> bytes | None:
+            if segment not in stored_parents:
+                return None
+            try:
+                return pack_ids(self.store.token_ids(segment))
+            except RecordError:
+                return None
+
+        refused: Counter[str] = Counter()  # by reason
         keys = KeyUse(records, app, self.store)
-        valid = select_valid(
-            records, app, lambda name: self._stored_path(name) if name in stored else None, keys, refused
-        )
-        stored_kinds = Counter(map(_kind, valid))
-        for dropped_of_slice in self._commit_slices(keys.slices(valid), left_out):
+        valid_records = select_valid(records, app, stored_path, keys, refused)
+
+        # 2. Commit the valid ones. The store may drop some of them.
+        stored_kinds = Counter(map(_kind, valid_records))
+        for dropped_of_slice in self._commit_slices(keys.slices(valid_records), left_out):
             for counter, dropped_records in dropped_of_slice.items():
                 refused[DROPPED[counter]] += len(dropped_records)
                 stored_kinds.subtract(map(_kind, dropped_records))
+
+        # 3. Count what was stored and refused.
         for kind, count in stored_kinds.items():
             self.counts.add("records", count, app=app, kind=kind)
         for reason, count in refused.items():
@@ -226,11 +238,13 @@ class Collector:
     def _commit_slices(
         self, slices: Iterable[Sequence[Record]], left_out: Mapping[str, int] | None
     ) -> list[Mapping[str, Sequence[Record]]]:
-        """Commit slices of a batch one after the other. Returns the records of each that the store has dropped, by its
-        counter. Raises RequestError (503) if the store fails.
+        """Commit the slices of a batch one after the other. `left_out` counts the records that the sender left out.
+
+        Returns the records of each slice that the store has dropped, by the store's counter. Raises RequestError (503)
+        if the store fails.
         """
-        begun = time.monotonic()
-        self._commits.add(begun)
+        start = time.monotonic()
+        self._commits.add(start)
         try:
             *earlier_slices, last_slice = slices
             dropped = [self.store.commit(part) for part in earlier_slices]
@@ -243,25 +257,19 @@ class Collector:
             text = "The store takes no records now: send the batch again later."
             raise RequestError(503, text, code="store_failed", headers={"retry-after": "5"}) from None
         finally:
-            self._commits.discard(begun)
+            self._commits.discard(start)
         self.counts.add("commits", outcome="ok")
         self.failing = False
-        self.counts.add("commit_seconds", time.monotonic() - begun)
+        self.counts.add("commit_seconds", time.monotonic() - start)
         return dropped
 
-    def _stored_path(self, segment: str) -> bytes | None:
-        try:
-            return pack_ids(self.store.token_ids(segment))
-        except RecordError:
-            return None
-
     async def health(self, request: Request) -> Response:
-        """GET /health."""
-        seconds = time.monotonic() - min(self._commits.copy(), default=math.inf)
+        """GET /health: whether the store works, and how much waits for it."""
+        oldest_commit = min(self._commits.copy(), default=math.inf)
         status = "ok"
         if self.failing:
             status = "store_failed"
-        elif seconds > SLOW_SECONDS:
+        elif time.monotonic() - oldest_commit > SLOW_SECONDS:
             status = "store_slow"
         return json_response({"status": status, "lost": self.store.health.lost, "waiting_bytes": self.room.bytes})
 

@@ -57,10 +57,10 @@ class Spool:
     """Frames in the order of their arrival. Any thread may call `add`. Only one thread may take and acknowledge."""
 
     def __init__(self, folder: Path, bound: int, owner: str = "") -> None:
-        """Make a new spool in `folder`, or open the spool there of the ended process `owner`. Raises RunError if that
-        cannot be locked because its owner still runs.
+        """Make a new spool in `folder`. With `owner`, open the spool of this name that an ended process has left there.
 
-        A new spool never raises. Its frames wait in memory while no file can be made in the folder.
+        A new spool never raises an error. Its frames wait in memory while no file can be made in the folder. With
+        `owner`, raises RunError if its process still runs. `bound` is the most bytes that the spool keeps on the disk.
         """
         self.folder = folder
         self.dropped = 0
@@ -113,14 +113,15 @@ class Spool:
         bodies: list[bytes] = []
         size = 0
         with self._guard:
-            segments = [*self._segments, self._in_memory]
-            sizes = [segment.size for segment in segments]
-        for segment, end in zip(segments, sizes, strict=True):
-            for body in self._read(segment, end, most - size):
+            # Another thread may append to the newest file meanwhile: only frames up to its present size are read.
+            segments_and_ends = [(segment, segment.size) for segment in self._segments]
+        for segment, end in segments_and_ends:
+            for body in self._take_from_file(segment, end, most - size):
                 bodies.append(body)
                 size += len(body)
             if size >= most:
-                break
+                return bodies
+        bodies += self._take_from_memory(most - size)
         return bodies
 
     def acknowledge(self) -> None:
@@ -130,16 +131,18 @@ class Spool:
                 segment = self._segments[0]
                 assert segment.path is not None
                 if self._file is not None and len(self._segments) == 1:
+                    # It is the open file. It is emptied, not removed, so that the next record needs no new file.
                     if segment.size:
                         os.ftruncate(self._file, 0)
-                    # The file goes on, empty: the next record needs no new one.
-                    segment.size = segment.taken = segment.acknowledged = segment.damaged = segment.records = 0
+                    self._segments[0] = _Segment(segment.path)
                     break
                 self._segments.popleft()
                 with contextlib.suppress(OSError):
                     segment.path.unlink()
+            # A file of which only a part was taken keeps all its frames, and remembers the acknowledged part.
             for segment in self._segments:
                 segment.acknowledged = segment.taken
+
             in_memory = self._in_memory
             while in_memory.taken and in_memory.frames:
                 size = len(in_memory.frames.popleft())
@@ -237,25 +240,34 @@ class Spool:
         while len(self._segments) > 1 and sum(segment.size for segment in self._segments) > self._bound:
             oldest = self._segments.popleft()
             assert oldest.path is not None
-            dropped = oldest.records
+            n_records = oldest.records
             with contextlib.suppress(OSError):
-                dropped = dropped or sum(frame.records for frame in _read_frames(oldest.path, 0, oldest.size))
+                if not n_records:  # they were not counted, as in the files of an ended process
+                    n_records = sum(frame.records for frame in _read_frames(oldest.path, 0, oldest.size))
                 oldest.path.unlink()
-            self.dropped += dropped
+            self.dropped += n_records
 
-    def _read(self, segment: _Segment, end: int, most: int) -> Iterator[bytes]:
-        """Take the next frames of a segment before `end`, up to about `most` bytes."""
-        if segment.path is None:
-            position = 0
-            for waiting_frame in list(segment.frames):
-                if position >= segment.taken and most > 0:
-                    segment.taken += len(waiting_frame)
-                    most -= len(waiting_frame)
-                    yield waiting_frame[_HEAD.size :]
-                position += len(waiting_frame)
-            return
+    def _take_from_memory(self, most: int) -> Iterator[bytes]:
+        """Take the next frames in memory, up to about `most` bytes. Yields their bodies."""
+        segment = self._in_memory
+        position = 0
+        size = 0
+        for frame in list(segment.frames):
+            if position >= segment.taken and size < most:
+                segment.taken += len(frame)
+                size += len(frame)
+                yield frame[_HEAD.size :]
+            position += len(frame)
+
+    def _take_from_file(self, segment: _Segment, end: int, most: int) -> Iterator[bytes]:
+        """Take the next frames of a file before `end`, up to about `most` bytes. Yields their bodies.
+
+        Damaged parts are logged, and their records are counted as dropped.
+        """
+        assert segment.path is not None
+        size = 0
         for frame in _read_frames(segment.path, segment.taken, end):
-            if most <= 0:
+            if size >= most:
                 return
             if frame.body is None and frame.end > segment.damaged:
                 text = "The spool %s is damaged from byte %d to %d: at least %d of its records are lost."
@@ -264,9 +276,10 @@ class Spool:
                 segment.damaged = frame.end
             segment.taken = frame.end
             if frame.body is not None:
-                most -= len(frame.body)
+                size += len(frame.body)
                 yield frame.body
-        if most > 0:  # the file may have been removed
+        if size < most:
+            # All was read. If the file was removed meanwhile, no frame has set this.
             segment.taken = end
 
 
@@ -323,57 +336,51 @@ def _read_frame(file: BinaryIO, start: int, end: int) -> _Frame | None:
 
 
 def _damaged_part(file: BinaryIO, start: int, end: int) -> _Frame:
-    """The part of a file from an unfinished or damaged frame to the next whole frame, with the number of records lost
-    in it.
+    """The part of a file from an unfinished or damaged frame at `start` to the next whole frame, with the number of
+    records that are lost in it.
 
     The process may have ended while it wrote, so every offset is tried until a whole frame is found. The head of the
-    damaged frame tells the number of its records if it can be believed; otherwise one is counted.
+    damaged frame tells the number of its records if it is credible; otherwise one lost record is counted.
     """
     file.seek(start)
     data = memoryview(file.read(end - start))
     part_length = _find_frame(data)
-    lost = 1
+    reaches_end = part_length == len(data)
+    lost_records = 1
     if len(data) >= _HEAD.size:
         length, records, _ = _HEAD.unpack(data[: _HEAD.size])
         # The head is only credible if the next frame begins at its end, or if the file ends before.
         frame_length = _HEAD.size + length
-        is_credible = frame_length == part_length or part_length == len(data) < frame_length
+        is_cut_off = reaches_end and part_length < frame_length
+        is_credible = frame_length == part_length or is_cut_off
         if is_credible and 0 < records <= length:
-            lost = records
-    return _Frame(None, lost, end if part_length == len(data) else start + part_length)
+            lost_records = records
+    return _Frame(None, lost_records, end if reaches_end else start + part_length)
 
 
 def _find_frame(data: memoryview) -> int:
     """The offset, above 0, of the first whole frame in damaged data; the length of the data if there is none.
 
-    It is also the length of the data if the search would compute more checksums than `_MOST_CHECKED_BYTES` allows.
+    It is also the length of the data if the search would compute checksums of more than `_MOST_CHECKED_BYTES`.
     """
-    budget = _MOST_CHECKED_BYTES
-    for offset in range(1, len(data)):
-        is_frame = _is_frame(data[offset:])
-        if is_frame:
+    checked_bytes = 0
+    for offset in range(1, len(data) - _HEAD.size + 1):
+        head = data[offset : offset + _HEAD.size]
+        length, records, _ = _HEAD.unpack(head)
+        # Each record takes at least one byte, so most offsets are ruled out without computing a checksum.
+        body_start = offset + _HEAD.size
+        if not 0 < records <= length <= len(data) - body_start:
+            continue
+        if _is_intact(head, data[body_start : body_start + length]):
             return offset
-        if is_frame is False:  # its length was possible, so its checksum was computed
-            length, _records, _crc = _HEAD.unpack_from(data[offset:])
-            budget -= length
-        if budget < 0:
-            return len(data)
+        checked_bytes += length
+        if checked_bytes > _MOST_CHECKED_BYTES:
+            break
     return len(data)
 
 
-def _is_frame(data: memoryview) -> bool | None:
-    """Whether these bytes begin with a whole frame; None if the head alone is impossible. Each record takes at least
-    one byte, so most heads are recognised as impossible without a checksum."""
-    if len(data) < _HEAD.size:
-        return None
-    length, records, _ = _HEAD.unpack_from(data)
-    if not 0 < records <= length <= len(data) - _HEAD.size:
-        return None
-    return _is_intact(data[: _HEAD.size], data[_HEAD.size : _HEAD.size + length])
-
-
 def _is_intact(head: bytes | memoryview, body: bytes | memoryview) -> bool:
-    """Whether the head and the body belong to one frame."""
+    """Whether the head and the body belong to one frame, by the length and the checksum in the head."""
     length, _, crc = _HEAD.unpack(head)
     return bool(len(body) == length and zlib.crc32(body, zlib.crc32(head[:8])) == crc)
 

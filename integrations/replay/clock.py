@@ -27,16 +27,18 @@ def install() -> None:
     real_wall_ns = time_machine.escape_hatch.time.time_ns
 
     def wall_ns() -> int:
-        if (frozen := recorded_values_here(__name__)) is None:
+        """The wall clock in nanoseconds: the real time, or in a replay the time that was recorded."""
+        recorded = recorded_values_here(__name__)
+        if recorded is None:
             return real_wall_ns()
-        chance, place = frozen
-        return chance.clock("wall", place, real_wall_ns())
+        values, place = recorded
+        return values.clock("wall", place, real_wall_ns())
 
-    # A journey through time that begins now hooks all readers of the wall clock; they then read `wall_ns`.
+    # time-machine hooks all functions that read the wall clock. They get the time from `traveller.time_ns`.
     generate_time_safe: Any = uuid._generate_time_safe  # type: ignore[attr-defined]
     traveller: Any = time_machine.travel(time.time(), tick=True).start()
     traveller.time_ns = wall_ns
-    uuid._generate_time_safe = generate_time_safe  # type: ignore[attr-defined]  # travelling takes it away
+    uuid._generate_time_safe = generate_time_safe  # type: ignore[attr-defined]  # time-machine has removed it
     for name in _COUNTERS:
         originals = (getattr(time, name), getattr(time, f"{name}_ns"))
         in_seconds, in_ns = _clock_functions(name)
@@ -46,22 +48,27 @@ def install() -> None:
 
 
 def _clock_functions(name: str) -> tuple[Callable[[], float], Callable[[], int]]:
-    """Replacements for a clock of `time` and its nanosecond variant. In a replay they return the recorded times."""
-    seconds: Callable[[], float] = getattr(time, name)
-    ns: Callable[[], int] = getattr(time, f"{name}_ns")
+    """Replacements for the function `name` of `time`, such as `monotonic`, and for its variant in nanoseconds.
 
-    @wraps(seconds)
+    In a replay they return the recorded times, otherwise the real ones.
+    """
+    real_seconds: Callable[[], float] = getattr(time, name)
+    real_ns: Callable[[], int] = getattr(time, f"{name}_ns")
+
+    @wraps(real_seconds)
     def in_seconds() -> float:
-        if (frozen := recorded_values_here(__name__, own=True)) is None:
-            return seconds()
-        chance, place = frozen
-        return chance.clock(name, place, ns()) / 1e9
+        recorded = recorded_values_here(__name__, own=True)
+        if recorded is None:
+            return real_seconds()
+        values, place = recorded
+        return values.clock(name, place, real_ns()) / 1e9
 
-    @wraps(ns)
+    @wraps(real_ns)
     def in_ns() -> int:
-        if (frozen := recorded_values_here(__name__, own=True)) is None:
-            return ns()
-        chance, place = frozen
-        return chance.clock(name, place, ns())
+        recorded = recorded_values_here(__name__, own=True)
+        if recorded is None:
+            return real_ns()
+        values, place = recorded
+        return values.clock(name, place, real_ns())
 
     return in_seconds, in_ns

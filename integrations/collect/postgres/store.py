@@ -82,20 +82,21 @@ class PostgresStore(SqlStore[Connection]):
         display_address = without_password(address)
         try:
             return cls._open(address, display_address, read_only)
+        except psycopg.errors.LockNotAvailable as error:
+            text = (
+                f"The store {display_address} is blocked: another process has been writing to it for {LOCK_SECONDS} s."
+            )
+            raise StoreUnavailableError(text, "Try again later, or end that process.") from error
         except psycopg.Error as error:
-            if isinstance(error, psycopg.errors.LockNotAvailable):
-                text = (
-                    f"The store {display_address} is blocked: another process has been writing to it for "
-                    f"{LOCK_SECONDS} s."
-                )
-                raise StoreUnavailableError(text, "Try again later, or end that process.") from error
             if not _accepts_connections(address):
                 text = f"The store {display_address} does not answer: {error_line(error)}."
                 raise StoreUnavailableError(text, "Check that the server runs, and the address.") from error
             if not isinstance(error, psycopg.OperationalError):
                 raise _unusable(display_address, error) from error
+
+        # The server takes connections now, so it may have started since the first attempt.
         try:
-            return cls._open(address, display_address, read_only)  # the server may have come up just now
+            return cls._open(address, display_address, read_only)
         except psycopg.Error as error:
             raise _unusable(display_address, error) from error
 
@@ -118,8 +119,8 @@ class PostgresStore(SqlStore[Connection]):
         return None
 
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
-        """Rows of any SELECT in SQLite's dialect, on a connection of its own that cannot write."""
-        may_use_old_connection = bool(self._readers)
+        """Rows of any SELECT in SQLite's dialect, read on a connection that cannot write."""
+        may_use_old_connection = bool(self._readers)  # connections of earlier queries
         try:
             with self._reader() as db:
                 stored_parameters = [_stored_parameter(parameter) for parameter in parameters]
@@ -184,15 +185,18 @@ class PostgresDatabase:
         skip duplicates.
         """
         names = COLUMNS[table]
-        kinds = [column.split()[1] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
-        types = [TYPES[kind] for kind in kinds]
+        sqlite_types = [column.split()[1] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
+        types = [TYPES[sqlite_type] for sqlite_type in sqlite_types]
         width = len(names)
-        rows = _one_row_per_key(table, [values[at : at + width] for at in range(0, len(values), width)])
+        rows = [values[start : start + width] for start in range(0, len(values), width)]
+        rows = _one_row_per_key(table, rows)
         if table in NUMBERED:
+            # Tables with numbered rows have a partition for each month.
             self._make_partitions(table, [row[0] for row in rows])
         with _faults_of_values(), self._db.transaction(), self._db.cursor() as cursor:
             cursor.execute(staging_table(table))
-            cursor.execute(f"DELETE FROM stage_{table}")  # of this transaction, mostly none: TRUNCATE makes a new file
+            # Remove the rows of an earlier insertion in this transaction. TRUNCATE would make a new file each time.
+            cursor.execute(f"DELETE FROM stage_{table}")
             with cursor.copy(f"COPY stage_{table} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)") as copy:
                 copy.set_types(types)
                 for row in rows:
@@ -240,8 +244,11 @@ class PostgresDatabase:
 
 @contextlib.contextmanager
 def _faults_of_values() -> Iterator[None]:
-    """Raise DataError for a value that is above a limit of PostgreSQL, such as one too long for an index. psycopg calls
-    that an OperationalError, like a full disk; but to wait and try again is of no use."""
+    """Raise DataError if the block passes a value above a limit of PostgreSQL, such as a text too long for an index.
+
+    psycopg raises an OperationalError then, as for a full disk, after which a writer waits and tries again. Here that
+    would be of no use.
+    """
     try:
         yield
     except psycopg.OperationalError as error:
@@ -271,7 +278,7 @@ def _restore_long_texts(db: Connection, rows: list[Row]) -> list[Row]:
 
 
 def _whole_texts(db: Connection, column: str, shortened: set[str]) -> dict[str, str]:
-    """The whole texts for shortened ones in a column. Each is read from any record that holds it."""
+    """The whole texts of the shortened texts in a column. Each is read from any record that has it."""
     table = next(table for table, columns in INDEXED.items() if column in columns)
     sql = f"""SELECT shortened, (SELECT body FROM {table} WHERE {column} = shortened LIMIT 1)
         FROM unnest(%s::text[]) AS shortened"""
@@ -279,12 +286,12 @@ def _whole_texts(db: Connection, column: str, shortened: set[str]) -> dict[str, 
     for value, body in db.execute(sql, [[*shortened]]).fetchall():
         if body is None:  # no record has it any more
             continue
-        whole = msgspec.json.decode(body)[column]
+        field = msgspec.json.decode(body)[column]
         if column == "task":
-            whole = whole["id"]
+            field = field["id"]
         elif column == "policy":
-            whole = whole["name"]
-        texts[value] = str(_stored_value(whole))
+            field = field["name"]
+        texts[value] = str(_stored_value(field))
     return texts
 
 
@@ -298,7 +305,8 @@ def _one_row_per_key(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any
     row_of_key: dict[Any, Sequence[Any]] = {}
     for row in rows:
         key = tuple(row[:n_key_columns])
-        if key not in row_of_key or n_key_columns > 1 or (table == "episodes" and row[4] == WITHDRAWN):
+        withdraws_episode = table == "episodes" and row[4] == WITHDRAWN  # the column `status`
+        if key not in row_of_key or n_key_columns > 1 or withdraws_episode:
             row_of_key[key] = row
     return list(row_of_key.values())
 
@@ -321,20 +329,20 @@ def _stored_parameter(value: Any) -> Any:
 
 def _connect(address: str, writes: bool = False) -> Connection:
     """A connection with the settings of a writer or a reader. Settings in the user's address take precedence."""
-    chosen = conninfo_to_dict(address)
-    patience: dict[str, Any] = {name: value for name, value in PATIENCE.items() if name not in chosen}
-    db = psycopg.connect(address, autocommit=True, **patience)
+    user_settings = conninfo_to_dict(address)
+    defaults: dict[str, Any] = {name: value for name, value in PATIENCE.items() if name not in user_settings}
+    db = psycopg.connect(address, autocommit=True, **defaults)
     db.adapters.register_dumper(str, StrDumper)
     db.adapters.register_loader("numeric", FloatLoader)
     db.execute("SET jit TO off")  # it costs more than these queries take
-    if db.execute("SHOW search_path").fetchall() == [('"$user", public',)]:
+    if db.execute("SHOW search_path").fetchall() == [('"$user", public',)]:  # the default of PostgreSQL
         db.execute("SET search_path TO cotune")
-    if not writes:
-        db.execute("SET work_mem TO '64MB'")  # figures sort and hash the ids of all episodes
-        db.execute("SET default_transaction_read_only TO on")
-    else:
+    if writes:
         db.execute(f"SET idle_in_transaction_session_timeout TO {1000 * IDLE_SECONDS}")
         db.execute(f"SET lock_timeout TO {1000 * LOCK_SECONDS}")
+    else:
+        db.execute("SET work_mem TO '64MB'")  # figures sort and hash the ids of all episodes
+        db.execute("SET default_transaction_read_only TO on")
     return db
 
 
@@ -344,21 +352,22 @@ def _accepts_connections(address: str) -> bool:
 
 
 def _take_turn(db: Connection) -> None:
-    """Wait until no other process writes. Raises LockNotAvailable after `LOCK_SECONDS`.
+    """Take the lock that lets one process write at a time. Raises LockNotAvailable if others have it for
+    `LOCK_SECONDS`.
 
-    A process that stopped in the middle of a transaction does not block others forever: the server ends its transaction
-    before that time.
+    The server ends the transaction of a process that stopped in the middle of it. It does not do so while the process
+    copies rows, so a process whose copy makes no progress is disconnected here, and a later attempt succeeds.
     """
     try:
         db.execute(f"SELECT pg_advisory_xact_lock({LOCK})")
     except psycopg.errors.LockNotAvailable:
         if db.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
             db.execute("ROLLBACK")
-        # A writer whose copy of rows makes no progress has stopped, but the server does not end its transaction.
-        copying = db.execute(_COPYING).fetchall()
+        progress_before = db.execute(_COPYING).fetchall()
         time.sleep(LOOK_SECONDS)
-        if copying == db.execute(_COPYING).fetchall():
-            for pid in {pid for pid, *_ in copying}:
+        progress_after = db.execute(_COPYING).fetchall()
+        if progress_after == progress_before:
+            for pid in {pid for pid, *_ in progress_before}:
                 log.warning("a writer that stands still is disconnected (process %d of the server)", pid)
                 db.execute("SELECT pg_terminate_backend(%s)", [pid])
         raise
@@ -398,11 +407,9 @@ def _check(db: Connection, name: str) -> None:
     if version is None:
         raise RunError(f"The database {name} has no records.", "A writer makes their tables: see cotune collect.")
     if version != VERSION:
-        remedy = (
-            f"Bring it up to date: cotune records upgrade {name}"
-            if version < VERSION
-            else "Use the cotune that wrote it."
-        )
+        remedy = "Use the cotune that wrote it."
+        if version < VERSION:
+            remedy = f"Bring it up to date: cotune records upgrade {name}"
         raise RunError(f"{name} has records of version {version}; this cotune reads version {VERSION}.", remedy)
 
 
