@@ -145,7 +145,7 @@ async def run_episode(
     except Exception as error:  # noqa: BLE001
         return _end_failed(live, _workflow_error(workflow, error))
     episode = live.end("ok", rewards=rewards, metrics=metrics, feedback=text)
-    return Outcome(episode, rewards, None, live, _unknown_rewards(value))
+    return Outcome(episode, rewards, error=None, live=live, unknown=_unknown_rewards(value))
 
 
 def _end_now(limit: asyncio.Timeout) -> None:
@@ -274,14 +274,16 @@ def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, err
 
 
 def _end_failed(live: LiveEpisode, error: CotuneError) -> Outcome:
-    """End the episode with an error. The caller shows and raises the error, so it is redacted like the record."""
+    """End the episode with an error, and blame the infrastructure or the policy for it. The caller shows and raises the
+    error, so it is redacted like the record."""
     blamed: FailureCause = "infrastructure" if live.outage else failure_cause(error, live.outages)
     if isinstance(live.fatal, TooManyCalls):  # the application may have raised something else for the refused call
         error = live.fatal
         blamed = "policy"
     if live.redaction is not None:
         error = live.redaction.error(error)
-    return Outcome(live.end("error", error=str(error), blame=blamed), {}, error, live)
+    episode = live.end("error", error=str(error), blame=blamed)
+    return Outcome(episode, rewards={}, error=error, live=live)
 
 
 def _workflow_error(workflow: Workflow, error: BaseException) -> WorkflowError:

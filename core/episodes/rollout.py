@@ -66,11 +66,11 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
     Returns the episodes, including `batch.done`, ordered by rollout and task.
     """
 
-    async def run_one(task: Task, number: int) -> Episode:
+    async def run_one(task: Task, rollout_number: int) -> Episode:
         """Run the workflow on one task, or repeat the recorded episode of this task and rollout in `batch.replays`."""
         workflow_to_run: Workflow = workflow
         responder_of_episode: Responder | None = responder
-        replay = batch.replays.get((task.id, number))
+        replay = batch.replays.get((task.id, rollout_number))
         if replay is not None:
             workflow_to_run, responder_of_episode = repeat_episode(workflow, replay, responder)
         outcome = await run_episode(
@@ -78,7 +78,7 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
             task,
             sink=batch.sink,
             responder=responder_of_episode,
-            options=batch.options(number),
+            options=batch.options(rollout_number),
         )
         return outcome.episode
 

@@ -236,7 +236,8 @@ class Trace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the episode with a status by the error that leaves the block, and close its destination."""
+        """End the episode and close its destination. The status of the episode depends on the exception that leaves the
+        block: "ok" without one, "cancelled" for a cancellation or Ctrl-C, else "error"."""
         live = self._episode()
         with contextlib.suppress(ValueError):  # raised if the block was entered in another context
             current_episode.reset(self._token)

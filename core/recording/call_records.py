@@ -339,9 +339,10 @@ class CallRecords:
             if message.address is None:
                 break
             reused.append(message.address)
+        new_messages = sent[len(reused) :]
         new_bodies = stored[len(reused) :]
         new_addresses = self._body_addresses(records, list(map(canonical, new_bodies)), new_bodies)
-        for message, new_address in zip(sent[len(reused) :], new_addresses, strict=True):
+        for message, new_address in zip(new_messages, new_addresses, strict=True):
             # A remembered address is reused for an equal message, so equal messages must have equal JSON.
             if _is_exact_json(message.message):
                 message.address = new_address

@@ -357,7 +357,7 @@ class LiveEpisode:
             self.ended = True
             unanswered = list(self._open.values())
             self._stopped += unanswered
-            # Read under the lock: a call that names its `cancel` later sees that it was stopped.
+            # Read under the lock: a call that sets its `cancel` later sees in `_stopped` that it must be called.
             cancels = [call.cancel for call in unanswered]
         for call, cancel in zip(unanswered, cancels, strict=True):
             if cancel is not None:
@@ -470,7 +470,7 @@ class LiveEpisode:
     def _write(self, records: list[Record]) -> None:
         """Write records to the sink. If it fails, records are lost, but the application still gets its answer."""
         if self.app:
-            with_app = (CallRecord, RewardRecord, FeedbackRecord)
+            with_app = (CallRecord, RewardRecord, FeedbackRecord)  # `end` sets the `app` of the Episode
             records = [replace(record, app=self.app) if isinstance(record, with_app) else record for record in records]
         try:
             self.sink.write(records)

@@ -29,15 +29,15 @@ def reward_records(
     records: list[RewardRecord | FeedbackRecord] = []
     for component, value in rewards.items():
         records.append(RewardRecord(target, component, value, present))
-    text = str(clean(text)).strip() if text else ""
-    if text and redaction is not None:  # redacted before it is cut: a cut could hide a secret from the redactor
-        text = (redaction.text(text, "feedback") or "").strip()
-    if text:
+    stored_text = str(clean(text)).strip() if text else ""
+    if stored_text and redaction is not None:  # before the text is cut: a cut could hide a secret from the redactor
+        stored_text = (redaction.text(stored_text, "feedback") or "").strip()
+    if stored_text:
         component = next(iter(rewards), name)
         if not component:
             is_candidate = "." in target  # `candidate_id` joins a call's id and an index with a dot
             component = "local" if is_candidate else "team"
-        records.append(feedback_record(target, component, text, present))
+        records.append(feedback_record(target, component, stored_text, present))
     return records
 
 

@@ -61,10 +61,11 @@ def watched(limit: asyncio.Timeout, seconds: float | None) -> Iterator[None]:
 
 
 async def interruptible(work: Awaitable[T]) -> T:
-    """Await the application's code; see `contain_errors`.
+    """Await the application's code. Raises the same exceptions as `contain_errors`, which does not let the code end the
+    process.
 
     If the code was interrupted because it blocked the loop, the time-outs of the loop's other episodes are extended by
-    the time in which they could not run.
+    the time that they could not run.
     """
     try:
         return await contain_errors(work)

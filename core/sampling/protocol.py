@@ -314,10 +314,11 @@ class ChatFormat(Protocol):
         prompt: Sequence[int] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, dict[str, Any], str]:
-        """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
+        """Turn the tokens of a reply into (text, assistant message in OpenAI form, finish reason).
 
-        `prompt` are the tokens before the reply, as they may begin the reasoning; `tools` are the offered tools. A tool
-        call that cannot be read stays in the text; then the finish reason is "malformed".
+        The finish reason is "stop", "tool_calls" or "malformed". A tool call that cannot be read stays in the text;
+        then it is "malformed". `stop` are the stop sequences, and `tools` the tools that were offered. `prompt` are the
+        tokens before the reply, because the prompt may have begun the reasoning.
         """
         ...
 

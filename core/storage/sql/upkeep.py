@@ -69,9 +69,9 @@ def prune(store: Store, before: float, *, app: str = "", keep_trained: bool = Fa
         WHERE {NO_END} AND EXISTS (SELECT 1 FROM calls WHERE calls.episode = found.episode AND {is_old})
         {is_untrained.format("found.episode")} ORDER BY episode LIMIT {_EPISODES_DELETED}"""
     for sql in (finished, unfinished):
-        last = ""
-        while ids := [id for (id,) in sql_store.rows(sql, [last, *parameters])]:
-            last = ids[-1]
+        last_id = ""
+        while ids := [id for (id,) in sql_store.rows(sql, [last_id, *parameters])]:
+            last_id = ids[-1]
             yield sql_store.act(partial(delete_episodes, ids=ids))
 
     # 3. The messages, images and segments that only they used. The time of last use (`at`) may be up to two days old:
@@ -184,13 +184,13 @@ def _spare_used(
 def _pages(
     store: SqlStore[Any], table: str, columns: Sequence[str], where: str, parameters: Sequence[Any]
 ) -> Iterator[Row]:
-    """Columns of all rows of a table that `where` chooses, read in pages."""
-    last = ""
+    """Columns of all rows of a table that `where` chooses, in the order of their ids. They are read in pages."""
+    last_id = ""
     sql = f"""SELECT id, {", ".join(columns)} FROM {table} {where} {"AND" if where else "WHERE"} id > ?
         ORDER BY id LIMIT {4 * _PAGE}"""
-    while page := store.rows(sql, [*parameters, last]):
-        yield from (tuple(row[1:]) for row in page)
-        last = page[-1][0]
+    while page := store.rows(sql, [*parameters, last_id]):
+        yield from (tuple(columns) for _, *columns in page)
+        last_id = page[-1][0]
 
 
 def page(store: Store, table: str, after: Sequence[Any], limit: int, *, keys_only: bool = False) -> list[Row]:
