@@ -163,14 +163,14 @@ async def analyse(
     no run is scored a second time. `say` prints a line of progress, `on_run` is called after each run. Raises
     CotuneError subclasses for bad input, and if models cannot be reached.
     """
-    references = read_references(options, own)
-    async with open_references(workflow, references, options, own) as answering:
+    reference_by_role = read_references(options, own)
+    async with open_references(workflow, reference_by_role, options, own) as open_models:
         runs = Runs(
             workflow,
             store,
-            answering,
-            references,
-            options,
+            references=open_models,
+            reference_by_role=reference_by_role,
+            options=options,
             recorded=frozenset(drawn.recorded),
             for_search=for_search,
             on_run=on_run,
@@ -179,7 +179,7 @@ async def analyse(
         runs_of_analysis = len(runs.finished) - len(runs.recorded)
         if runs_of_analysis:
             say(f"continuing with {plural(runs_of_analysis, 'finished run')}")
-        analysis = Analysis(runs, drawn, references, options, say)
+        analysis = Analysis(runs, drawn, reference_by_role, options, say)
         await analysis.run()
         return analysis
 

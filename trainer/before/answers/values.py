@@ -181,8 +181,10 @@ class ValueDrawer:
 
 
 def number_options(schema: Mapping[str, Any], path: str) -> Sequence[float]:
-    """Numbers that a drawn answer may have for this schema: its bounds (also from the description), its default, or
-    typical numbers.
+    """Numbers that a drawn answer may have for this schema, the first choice first.
+
+    They are both bounds of a narrow range, or else one bound, the default, or typical numbers. Bounds are also read
+    from the description.
     """
     step = 1 if schema.get("type") == "integer" else 0.5
     low, high = schema.get("minimum"), schema.get("maximum")

@@ -228,13 +228,16 @@ def samples_on_gpu(config: TrainConfig, machine: Machine) -> bool:
 
 
 def _adapter(config: TrainConfig, names: Collection[str]) -> LoraSpec | None:
-    """The shape of the adapters on a base model that these policies share; None if its policies train all weights."""
+    """The shape of the adapters on a base model whose policies have these `names`; None if a policy trains all weights.
+    The last policy with an adapter decides the shape."""
     if not config.policy:
         return None if config.policies == "full" else config.lora.spec
-    kinds = {policy.kind: policy for policy in config.policy if policy.name in names}
-    if "full" in kinds:
+    policy_of_kind = {policy.kind: policy for policy in config.policy if policy.name in names}
+    if "full" in policy_of_kind:
         return None
-    return kinds["lora"].lora.spec if "lora" in kinds else config.lora.spec
+    if "lora" in policy_of_kind:
+        return policy_of_kind["lora"].lora.spec
+    return config.lora.spec
 
 
 def learner_memory(
