@@ -22,27 +22,27 @@ def for_template(message: Mapping[str, Any], *, parts: bool = False) -> dict[str
     With `parts` the content is a list of parts, in which an image is {"type": "image"}. Raises SamplerError for content
     that is neither text nor, with `parts`, an image.
     """
-    out = dict(message)
-    if out.get("role") == "developer":
-        out["role"] = "system"
-    content = out.get("content")
+    converted = dict(message)
+    if converted.get("role") == "developer":
+        converted["role"] = "system"
+    content = converted.get("content")
     if parts:
-        listed = [content] if content else []
-        if isinstance(content, list):
-            listed = content
-        out["content"] = []
-        for part in listed:
-            is_image = isinstance(part, Mapping) and part.get("type") == "image_url"
-            out["content"].append({"type": "image"} if is_image else {"type": "text", "text": _text_part(part)})
+        content_parts = content if isinstance(content, list) else [content]
+        converted["content"] = []
+        for part in content_parts if content else ():
+            if isinstance(part, Mapping) and part.get("type") == "image_url":
+                converted["content"].append({"type": "image"})
+            else:
+                converted["content"].append({"type": "text", "text": _text_part(part)})
     elif content is None:
-        out["content"] = ""
+        converted["content"] = ""
     elif isinstance(content, list):
-        out["content"] = "\n".join(_text_part(part) for part in content)  # as vLLM does
+        converted["content"] = "\n".join(_text_part(part) for part in content)  # as vLLM does
     # Servers answer with an empty list, and applications send it back. Many templates would render it as calls.
-    calls = out.pop("tool_calls", None)
+    calls = converted.pop("tool_calls", None)
     if calls:
-        out["tool_calls"] = [_call_for_template(c) for c in calls]
-    return out
+        converted["tool_calls"] = [_call_for_template(call) for call in calls]
+    return converted
 
 
 def _text_part(part: Any) -> str:
@@ -109,10 +109,13 @@ class ControlTokens:
 
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
         """The pieces of a rendered text, each with a flag: whether it is a special token that is plain text."""
-        for place, piece in enumerate(MARKED.split(text)):
-            is_token = place % 2 == 1 and int(piece) < len(self._tokens)
-            if piece:
-                yield (self._tokens[int(piece)], True) if is_token else (piece, False)
+        # The pattern has one group, so every second piece is the number in a mark.
+        for position, piece in enumerate(MARKED.split(text)):
+            is_number = position % 2 == 1
+            if is_number and int(piece) < len(self._tokens):
+                yield self._tokens[int(piece)], True
+            elif piece:
+                yield piece, False
 
     def _mark(self, match: re.Match[str]) -> str:
         return f"{OPEN}{self._numbers[match.group()]}{CLOSE}"

@@ -44,8 +44,8 @@ class DecodeStep:
     """Computes the next step of all rows, for a model that `is_usual`."""
 
     def __init__(self, model: Any, lora: LoraRows) -> None:
-        """Collect the parts of a model that a decode step needs. Adapters of several policies are in `lora`, as the
-        rows of a batch may belong to different policies.
+        """Collect the parts of a model that a decode step needs. `lora` adds the adapters of several policies to the
+        model's products, as the rows of a batch may belong to different policies.
         """
         self._head = model.lm_head
         self._decoder = model.model
@@ -53,20 +53,25 @@ class DecodeStep:
         first = model.model.layers[0].self_attn
         self._head_dim = first.head_dim
         self._scaling = first.scaling
-        self._layers = [
-            _Layer(
-                _rms_norm(layer.input_layernorm),
-                lora.projection(f"model.layers.{i}.self_attn.q_proj"),
-                _rms_norm(getattr(layer.self_attn, "q_norm", None)),
-                _rms_norm(getattr(layer.self_attn, "k_norm", None)),
-                lora.projection(f"model.layers.{i}.self_attn.o_proj"),
-                _rms_norm(layer.post_attention_layernorm),
-                lora.projection(f"model.layers.{i}.mlp.gate_proj"),
-                layer.mlp.act_fn,
-                lora.projection(f"model.layers.{i}.mlp.down_proj"),
+        self._layers = []
+        for i, layer in enumerate(model.model.layers):
+            name = f"model.layers.{i}"
+            attention = layer.self_attn
+            self._layers.append(
+                _Layer(
+                    input_norm=_rms_norm(layer.input_layernorm),
+                    qkv=lora.projection(
+                        f"{name}.self_attn.q_proj"
+                    ),  # with k_proj and v_proj, which have the same input
+                    query_norm=_rms_norm(getattr(attention, "q_norm", None)),
+                    key_norm=_rms_norm(getattr(attention, "k_norm", None)),
+                    out=lora.projection(f"{name}.self_attn.o_proj"),
+                    mlp_norm=_rms_norm(layer.post_attention_layernorm),
+                    gate_up=lora.projection(f"{name}.mlp.gate_proj"),  # with up_proj
+                    act=layer.mlp.act_fn,
+                    down=lora.projection(f"{name}.mlp.down_proj"),
+                )
             )
-            for i, layer in enumerate(model.model.layers)
-        ]
 
     def __call__(self, tokens: Tensor, cache: RowCache, shared_columns: SharedColumns | None) -> Tensor:
         """Compute logits [rows, vocabulary] after `tokens` [rows], and write their keys and values to the cache."""

@@ -203,12 +203,19 @@ class DecodingEngine:
         )
 
     def _start(self, id: int, prompt: tuple[int, ...], n: int, params: SamplingParams, policy: PolicyRef) -> None:
-        """Check a request and put it in the queue of its batch. Everything is checked here, before it shares a batch
-        with others.
-        """
+        """Check a request and put it in the queue of its batch. The answer gets the number `id`."""
         version = self._versions.locate(policy)
         batch, adapter_id = version.target
         room = room_after(len(prompt), self.max_model_len)
+        self._check_request(batch, prompt, n, params)
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
+        job = Job(id, prompt, n, params, adapter_id, min(params.max_tokens, room), seed)
+        self._jobs[job.id] = job, version
+        self._waiting[batch].append(job)
+        version.running += 1
+
+    def _check_request(self, batch: Batch, prompt: tuple[int, ...], n: int, params: SamplingParams) -> None:
+        """Raise SamplerError for a request that the batch cannot decode, before it shares the batch with others."""
         if not 1 <= n <= self.source.max_batch_rows or params.max_tokens < 1:
             raise SamplerError(
                 f"n = {n} and max_tokens = {params.max_tokens} were asked for; n may be 1 to "
@@ -232,11 +239,6 @@ class DecodingEngine:
             if self._images is None:
                 raise SamplerError("The model sees no images.", "Open the sampler with one that does.")
             self._images.of(batch.model, prompt, params.images)  # raises for images that cannot be read
-        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
-        job = Job(id, prompt, n, params, adapter_id, min(params.max_tokens, room), seed)
-        self._jobs[job.id] = job, version
-        self._waiting[batch].append(job)
-        version.running += 1
 
     def _admit(self, batch: Batch) -> list[Job]:
         """Move as many waiting jobs into the batch as fit, in order of arrival. Returns the jobs that have ended with
