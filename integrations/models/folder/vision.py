@@ -76,14 +76,15 @@ class ImageInputs:
         if n_placeholders != n_needed:
             raise RequestRefused(f"The prompt has {n_placeholders} image tokens; its images take {n_needed}.", _CHECK)
 
+        # An ordinary copy would wait until the GPU has computed all passes before this one.
         pass_inputs = {}
         for name, value in inputs.items():
             if name not in _TEXT:
-                pass_inputs[name] = value.to(network.device) if torch.is_tensor(value) else value
+                pass_inputs[name] = value.to(network.device, non_blocking=True) if torch.is_tensor(value) else value
         # Some networks also take a flag for each token: whether it stands for an image.
         parameters = inspect.signature(network.base_model.forward).parameters
         for name in parameters.keys() & {"token_type_ids", "mm_token_type_ids"}:
-            pass_inputs[name] = torch.tensor([is_image], device=network.device)
+            pass_inputs[name] = torch.tensor([is_image]).to(network.device, non_blocking=True)
         return pass_inputs
 
     def _processed(self, images: tuple[bytes, ...]) -> dict[str, Any]:
