@@ -222,10 +222,11 @@ class UpdateTokens:
     def gather_figures(self, group: ProcessGroup) -> dict[str, CandidateTokens]:
         """Return the figures of all tokens that `add_figures` has stored on any rank, by the id of their row. Rows
         without such a token are left out."""
-        # The figures are copied only now, so that no pass has waited for the GPU.
-        for indices, values in self._pending_figures:
-            self._figures[:, indices] = values.cpu()
-        self._pending_figures.clear()
+        # Copied only now and all at once, so that the host waits for the GPU once in an update, and not in each pass.
+        if self._pending_figures:
+            indices, values = zip(*self._pending_figures, strict=True)
+            self._figures[:, torch.cat(indices)] = torch.cat(values, 1).cpu()
+            self._pending_figures.clear()
 
         # Each token is computed by one rank at most. The others add 0 to its figures.
         computed_here = ~self._figures[0].isnan()
