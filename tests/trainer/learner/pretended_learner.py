@@ -20,6 +20,7 @@ from cotune.records.policies import policies_for
 from cotune.trainer.learner import load, tree_attention
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.learner_rows import FAST, SMALL, build_learner_base, change, make_rows, on_policy, snapshot
+from tests.trainer.learner.step_waits import check_waits
 
 CASES: dict[str, tuple[str, dict[str, Any], LossSpec]] = {
     "lora": ("lora", {"mini_batch": 8}, LossSpec(kl=0.1, entropy=0.01, ratio="sequence")),
@@ -79,46 +80,12 @@ def check(folder: str, case: str) -> set[str]:
     assert found == pytest.approx(expected, rel=tolerance), (found, expected)
     assert given_back == [True, True]  # once after each update
     if case != "rows":  # there transformers' own attention computes, and waits when it makes a mask for padded rows
-        check_waits(learner)
+        rows = [change(row, logit_bias=((3, 0.5),)) for row in make_rows()]
+        check_waits(learner, next(iter(learner._policies)), rows, waits)
         assert for_groups
     if case != "bfloat16":  # a GPU has no kernel for groups in float32
         assert not any(for_groups)
     return {str(p.device) for policy in learner._policies.values() for p in policy.network.parameters()}
-
-
-def check_waits(learner: LocalLearner) -> None:
-    """The host waits for the GPU once in each optimizer step, for the norm of the gradients."""
-    name = next(iter(learner._policies))
-    rows = [change(row, logit_bias=((3, 0.5),)) for row in make_rows()]
-    learner._gradient_checks[name].pending.clear()  # they look at entries until each tensor has changed once
-    steps: list[list[str]] = []
-
-    def counted(method: Any) -> Any:
-        def call(*args: Any, **more: Any) -> Any:
-            before = len(waits)
-            result = method(*args, **more)
-            steps.append(waits[before:])
-            return result
-
-        return call
-
-    learner._backward, learner._step = counted(learner._backward), counted(learner._step)  # type: ignore[method-assign]
-    learner._passes[name]._sizes = dict.fromkeys((False, True), 24)
-    micro_batches = learner._micro_batches
-    passes: list[int] = []
-
-    def divided(*args: Any) -> Any:
-        found = micro_batches(*args)
-        passes.append(len(found))
-        return found
-
-    learner._micro_batches = divided  # type: ignore[method-assign]
-    learner._passes.choose = lambda: None  # type: ignore[method-assign]
-    learner.update(name, rows)
-    assert max(passes) > 1, passes
-    backward, step = steps[::2], steps[1::2]
-    assert backward and not any(backward), backward
-    assert all(len(each) == 1 for each in step), step
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from cotune.trainer.learner import load, tree_attention
 from cotune.trainer.learner.memory.products import open_joined
 from cotune.trainer.learner.policy_model import PolicyModel
 from cotune.trainer.learner.teacher import LocalTeacher
-from tests.fake_gpu import CopiesToHost, fake_gpu
+from tests.fake_gpu import HostWaits, fake_gpu
 from tests.integrations.pictures import asks, picture
 from tests.integrations.seeing_models import build_seeing
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
@@ -40,7 +40,7 @@ CONFIG = Qwen3Config(
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CopiesToHost]:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HostWaits]:
     """A fake GPU, on which models are made with weights that have no numbers."""
 
     def make(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> Any:
@@ -54,8 +54,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CopiesToHos
     # Both compare numbers when a model is opened, which there are none of.
     monkeypatch.setattr(load, "_check_head", lambda network: None)
     monkeypatch.setattr(tree_attention, "_computes_the_same", lambda network, flex: True)
-    with fake_gpu() as copies:
-        yield copies
+    with fake_gpu() as waits:
+        yield waits
 
 
 def opened(kind: Any, settings: LearnerSettings, *, joined: bool = True) -> PolicyModel:
@@ -72,20 +72,20 @@ def rows_with_everything() -> list[TrainRow]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["lora", "lora of a rank", "full"])
 @pytest.mark.parametrize("path", ["blocks", "rows"])
-def test_forward_passes_stay_on_the_gpu(gpu: CopiesToHost, kind: str, dtype: str, path: str) -> None:
+def test_forward_passes_stay_on_the_gpu(gpu: HostWaits, kind: str, dtype: str, path: str) -> None:
     settings = change(FAST, device="cuda", dtype=dtype, shared_prompts=path != "rows")
     model = opened(kind.split()[0], settings, joined=kind == "lora")
     assert model.logprob_model._autocast == (dtype == "bfloat16" and kind != "lora")
     assert model.logprob_model.shares is (path != "rows")
     rows = rows_with_everything()
-    gpu.count = 0
+    gpu.names.clear()
     found = [*model.token_logprobs(rows), model.reference_logprobs(rows), model.states(rows)]
     assert [(tensor.device, tensor.dtype) for tensor in found] == [(GPU, torch.float32)] * 4
-    assert gpu.count == 0
+    assert gpu.names == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_flex_attention_is_called_on_the_gpu(gpu: CopiesToHost, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_flex_attention_is_called_on_the_gpu(gpu: HostWaits, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     called: list[set[tuple[torch.device, torch.dtype]]] = []
 
     def kernel(query: Any, key: Any, value: Any, *, block_mask: Any, **more: Any) -> Any:
@@ -96,17 +96,18 @@ def test_flex_attention_is_called_on_the_gpu(gpu: CopiesToHost, monkeypatch: pyt
 
     monkeypatch.setattr(tree_attention, "_kernel", lambda device: kernel)
     model = opened("lora", change(FAST, device="cuda", dtype=dtype, tree_attention="flex"))
+    gpu.names.clear()
     assert model.token_logprobs(make_rows())[0].device == GPU
     assert called == [{(GPU, getattr(torch, dtype))}]
-    assert gpu.count == 0
+    assert gpu.names == []
 
 
-def test_a_teacher_waits_for_the_gpu_once_per_pass(gpu: CopiesToHost) -> None:
+def test_a_teacher_waits_for_the_gpu_once_per_pass(gpu: HostWaits) -> None:
     teacher = LocalTeacher("fake", change(FAST, device="cuda", dtype="bfloat16"))
-    gpu.count = 0
+    gpu.names.clear()
     scores = teacher.logprobs(make_rows())
     assert [len(score) for score in scores] == [len(row.response_ids) for row in make_rows()]
-    assert gpu.count == 1
+    assert len(gpu.names) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -135,10 +136,10 @@ def test_images_are_seen_on_the_gpu(kind: str, dtype: str, monkeypatch: pytest.M
     monkeypatch.setattr(load, "_check_head", lambda network: None)
     # The library compares the number of image tokens with that of features: one more wait, for numbers.
     monkeypatch.setattr(modeling_llava, "torch_compilable_check", lambda *values: None)
-    with fake_gpu() as copies:
+    with fake_gpu() as waits:
         model = opened(kind, change(FAST, device="cuda", dtype=dtype), joined=False)
-        copies.count = 0
+        waits.names.clear()
         values, entropy = model.token_logprobs([row, plain])
         assert (values.device, values.dtype, values.shape) == (GPU, torch.float32, (6,))
         assert entropy.device == GPU
-        assert copies.count == 0
+        assert waits.names == []

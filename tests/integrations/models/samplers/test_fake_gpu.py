@@ -17,7 +17,7 @@ from cotune.integrations.models.transformers.prefixes import PrefixCache
 from cotune.integrations.models.transformers.rows import Job
 from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import SamplingParams
-from tests.fake_gpu import CopiesToHost, fake_gpu
+from tests.fake_gpu import HostWaits, fake_gpu
 from tests.integrations import tiny_models
 
 STEPS = 6
@@ -29,9 +29,9 @@ PARAMS = {
 
 
 @pytest.fixture
-def gpu() -> Iterator[CopiesToHost]:
-    with fake_gpu() as copies:
-        yield copies
+def gpu() -> Iterator[HostWaits]:
+    with fake_gpu() as waits:
+        yield waits
 
 
 def batch_of(dtype: torch.dtype) -> Batch:
@@ -58,22 +58,20 @@ step = torch.no_grad()(Batch.step.__wrapped__)  # type: ignore[attr-defined]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sampling", PARAMS)
-def test_decoding_stays_on_the_gpu_and_waits_once_per_step(
-    gpu: CopiesToHost, sampling: str, dtype: torch.dtype
-) -> None:
+def test_decoding_stays_on_the_gpu_and_waits_once_per_step(gpu: HostWaits, sampling: str, dtype: torch.dtype) -> None:
     batch, params = batch_of(dtype), PARAMS[sampling]
     batch.lora.add(1, adapter(batch))
     prompts = [tuple(range(5, 12)), tuple(range(5, 30))]
     asked = [(prompts[0], BASE), (prompts[1], BASE), (prompts[1], 1)]
     admit(batch, [Job(id, prompt, 3, params, kind, 20, id) for id, (prompt, kind) in enumerate(asked)])
-    assert (batch.rows, gpu.count) == (9, 1)
-    gpu.count = 0
+    assert (batch.rows, len(gpu.for_numbers)) == (9, 1)
+    gpu.names.clear()
     for _ in range(STEPS):
         step(batch)
-    assert (batch.rows, gpu.count) == (9, STEPS)
+    assert (batch.rows, len(gpu.for_numbers)) == (9, STEPS)
     assert batch.cache.layers[0].keys.is_cuda and batch.cache.layers[0].keys.dtype == dtype
     # The same prompt again, which begins with keys and values that are kept by now.
     admit(batch, [Job(9, (*prompts[1], 7), 2, params, BASE, 20, 9)])
     assert batch.prefixes.reused > 0
     step(batch)
-    assert (batch.rows, gpu.count) == (11, STEPS + 2)
+    assert (batch.rows, len(gpu.for_numbers)) == (11, STEPS + 2)
