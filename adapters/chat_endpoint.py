@@ -95,7 +95,7 @@ class ChatEndpoint:
         self._episode = self._open_episode(Recording(Nowhere()))
 
     def _open_episode(self, recording: Recording, key: str = "") -> LiveEpisode:
-        """An episode for served calls. They have no task of their own, so all share one named `serve`."""
+        """An episode for calls to this server. They have no task of their own, so all share a task named `serve`."""
         task = Task(id="serve", input=None)
         return LiveEpisode(
             recording.sink,

@@ -56,8 +56,10 @@ class Request:
     """One call of `sample`."""
 
     def __init__(self, prompt: tuple[int, ...], n: int, params: SamplingParams, policy: PolicyRef) -> None:
-        """A request for `n` candidates. Its cost is the most tokens that it may take, and its blocks name its prefixes,
-        so that it can go to the engine that has them in its cache.
+        """A request for `n` candidates.
+
+        Its `cost` is the most tokens that it may take. Its `blocks` are hashes of the prefixes of its prompt. With them
+        it goes to the engine that has these prefixes in its cache.
         """
         self.prompt = prompt
         self.n = n
@@ -172,7 +174,7 @@ class Queue:
         try:
             self.check()
         except EngineLost as lost:
-            # Each gets an error of its own, as a raised error collects tracebacks.
+            # Each request gets an error of its own, as a raised error collects tracebacks.
             for request in self._waiting:
                 if not request.placed.done():
                     request.placed.set_exception(EngineLost(lost.cause, lost.remedy))
@@ -190,7 +192,7 @@ class Queue:
             if untried or request.tried.issuperset(healthy):
                 self._give(request, choose_engine(untried or free, self._homes, request.blocks, request.cost))
             else:
-                # It waits for a busy engine that has not failed it yet.
+                # The request waits for a busy engine that has not failed it yet.
                 failed_by_free_engines.append(request)
         self._waiting.extendleft(reversed(failed_by_free_engines))
 

@@ -34,7 +34,7 @@ class Replies:
 
         Args:
             ends: token ids that end a reply.
-            format: how the model writes tool calls; None if that is not known.
+            format: the format of the model's tool calls; None if it is unknown. Then they are read as Hermes calls.
             refused: called for each reply that the tokenizer's own template cannot read.
         """
         self.tokenizer = tokenizer

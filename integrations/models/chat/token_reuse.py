@@ -92,8 +92,9 @@ class EarlierIds:
         """The earlier prompts and replies of a conversation that a new prompt may continue.
 
         Args:
-            paths: packed token ids of earlier prompts with their replies.
-            parse: reads a reply to a prompt as a message.
+            paths: packed token ids of earlier prompts, with and without their replies.
+            texts: the cached texts of paths.
+            parse: reads a reply as an assistant message, from the ids of its prompt and its own ids.
             ends: token ids that end a reply.
             tools: names the offered tools, on which parsing depends.
         """

@@ -158,8 +158,9 @@ class ProcessHost:
             return  # the process has ended, and the reading thread reports that
 
     def _read(self) -> None:
-        """Loop of the reading thread: hand over replies, and report the end of the process. A reply without an id is an
-        error of all.
+        """Loop of the reading thread: hand over replies, and report the end of the process.
+
+        A reply without an id is an error that ends the engine, and so all requests.
         """
         assert self._process is not None
         try:

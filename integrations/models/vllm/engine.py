@@ -496,13 +496,13 @@ class VllmSampler(LoopSampler):
 @contextlib.contextmanager
 def reported_start(gpu: bool) -> Iterator[None]:
     """Log every `START_REPORT_SECONDS` that vLLM is still starting. vLLM logs nothing while it compiles."""
-    started = time.monotonic()
-    over = threading.Event()
+    start_time = time.monotonic()
+    start_is_over = threading.Event()
 
     def report() -> None:
         work = "loads weights, compiles and captures graphs" if gpu else "loads weights and compiles"
-        while not over.wait(START_REPORT_SECONDS):
-            seconds = time.monotonic() - started
+        while not start_is_over.wait(START_REPORT_SECONDS):
+            seconds = time.monotonic() - start_time
             log.warning("vLLM is starting: %.0f s so far. It %s, which can take minutes.", seconds, work)
 
     # vLLM blocks the event loop while it starts, so the log needs a thread.
@@ -511,7 +511,7 @@ def reported_start(gpu: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        start_is_over.set()
         thread.join()
 
 
