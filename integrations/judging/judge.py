@@ -152,7 +152,7 @@ class Judge(Ranking):
 
         A single sibling gets no reward. If all siblings have the same text, each gets 0.5. Raises JudgeError.
         """
-        if len(context) == 2:
+        if len(context) == 2:  # `(call, task)`: the siblings are candidates
             call, _ = context
             shown = _show_candidates(siblings, call)
         else:
@@ -178,18 +178,19 @@ class Judge(Ranking):
         if len(entries) == 1:
             return [Feedback({self.name: 0.5}, "")] * len(siblings)
 
+        # Each pass asks the question with the entries in another order.
         ask = self._ask(episode)
         redaction = judging.get().redaction if episode is None else episode.redaction
         questions = [new_question(turn=turn) for turn in range(self.settings.passes)]
-        answers = await asyncio.gather(
+        verdicts_or_errors = await asyncio.gather(
             *(self._verdict_on(asked, ask, redaction) for asked in questions), return_exceptions=True
         )
         verdicts = []
-        for answer in answers:
-            if isinstance(answer, BaseException):
+        for verdict in verdicts_or_errors:
+            if isinstance(verdict, BaseException):
                 self._ledger.count(self.key, "dropped")
-                raise answer
-            verdicts.append(answer)
+                raise verdict
+            verdicts.append(verdict)
         return self._mean_feedback(questions, verdicts, [entries.index(text) for text in shown.texts])
 
     def _mean_feedback(
@@ -243,13 +244,13 @@ class Judge(Ranking):
                 correction = {"role": "user", "content": AGAIN.format(fault=error)}
                 body["messages"] = [*asked.messages, {"role": "assistant", "content": text}, correction]
             else:
-                # The answers of a role are recorded as calls of its episode.
-                if self.role is None:
-                    stored = verdict
-                    # The reason may quote a text that a redactor must keep out of the records.
+                if self.role is None:  # the answers of a role are recorded as calls of its episode
+                    verdict_to_store = verdict
                     if redaction is not None and verdict.reason:
-                        stored = verdict._replace(reason=redaction.text(verdict.reason, "feedback") or "")
-                    ledger.keep(key, self.key, asked.answer(stored))
+                        # The reason may quote a text that a redactor must keep out of the records.
+                        redacted_reason = redaction.text(verdict.reason, "feedback") or ""
+                        verdict_to_store = verdict._replace(reason=redacted_reason)
+                    ledger.keep(key, self.key, asked.answer(verdict_to_store))
                 return verdict
         raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/how-to/judges.md.")
 

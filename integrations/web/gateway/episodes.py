@@ -161,7 +161,8 @@ class Episodes:
         the episode gets the application's key from the call. Raises RequestError (409) if the episode has ended.
         """
         if session and self.sink is not None:
-            opened: _OpenedEpisode | None = self._session_of(*session, who.key)
+            session_key, task = session
+            opened: _OpenedEpisode | None = self._use_session(session_key, task, episode_key=who.key)
         else:
             opened = self._episode_of_call(who)
         if opened is None:
@@ -233,7 +234,7 @@ class Episodes:
         if self.sink is None:
             return None
         period = time.monotonic() // IMPLICIT_SECONDS
-        return self._session_of((IMPLICIT, period), task=None)
+        return self._use_session((IMPLICIT, period), task=None)
 
     def _open_new(self, task: Task, options: OpenEpisode) -> _OpenedEpisode:
         """Open an episode for a task, with the settings of the gateway."""
@@ -285,12 +286,12 @@ class Episodes:
             if not opened.exchanges and opened.live.id in self.open and opened.key is not None:
                 self._restart_timer(opened)
 
-    def _session_of(self, key: Hashable, task: str | None, episode_key: str = "") -> _OpenedEpisode:
-        """The open session with this key. If there is none, a new one is opened, for the task with the id `task` and
-        with the application's key `episode_key`.
+    def _use_session(self, key: Hashable, task: str | None, episode_key: str = "") -> _OpenedEpisode:
+        """Find or open the session with this key: an episode that the gateway opens for a request and ends by itself.
 
-        Without a task, it is an implicit episode, which is opened even beyond the limit of open episodes. The time
-        until an idle session ends begins again.
+        A new session is for the task with the id `task`, and has the application's key `episode_key`. Without a task,
+        it is an implicit episode, which is opened even beyond the limit of open episodes. Each use starts the time
+        again after which an idle session ends.
         """
         session = self._sessions.get(key)
         if session is None:

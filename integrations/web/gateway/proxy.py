@@ -165,7 +165,7 @@ class Proxy:
                 # The episode counts the warning; without one, the gateway does.
                 (episode or self.episodes).warn(*TEXT_COMPLETION)
             if episode is not None and episode.fixed_embeddings and address.tail == "embeddings":
-                await self._fixed_embeddings(passage, episode, raw)
+                await self._answer_with_fixed_embeddings(passage, episode, raw)
                 return
         else:
             raw = await read_any(scope, passage.receive, self.limits.max_body, self.room)
@@ -188,7 +188,7 @@ class Proxy:
         headers.popall("content-encoding", None)
         return await exchange.outgoing(raw, coding)
 
-    async def _fixed_embeddings(self, passage: _Passage, episode: LiveEpisode, raw: bytes) -> None:
+    async def _answer_with_fixed_embeddings(self, passage: _Passage, episode: LiveEpisode, raw: bytes) -> None:
         """Answer a request for embeddings with fixed vectors, in an episode that contacts no provider."""
         count_embeddings(episode, "the gateway")
         try:

@@ -36,14 +36,21 @@ class Split(msgspec.Struct, frozen=True):
             raise ConfigError("episode_by", self.by, "cannot be used with --episode-header", "Leave one of them out.")
 
     def of(self, scope: Scope) -> tuple[Hashable, str] | None:
-        """The key of a request's episode, and its task's id; None if the request does not determine an episode."""
+        """The key of the episode that a request belongs to, and the id of the episode's task.
+
+        Requests with the same key belong to one episode. None if the settings do not put this request into an episode.
+        """
         if self.by == "connection":
             connection = scope.get("cotune.connection")
-            return None if connection is None else (connection, "connection")
+            if connection is None:
+                return None
+            return connection, "connection"
         if self.header:
             value = header(scope, self.header.lower().encode()).decode("latin-1")[:200]
             return (value, value) if value else None
-        return None if self.idle is None else ("", "gateway")
+        if self.idle is not None:
+            return "", "gateway"  # one episode for all requests, until none has come for a while
+        return None
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -181,15 +181,16 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: BodyRoom, 
 
 async def read_any(scope: Scope, receive: Receive, limit: int, room: BodyRoom, why: str = _SETTING) -> bytes:
     """Read a body of any type. While it arrives, its bytes count in `room`. Raises RequestError as `read_body` does."""
-    announced = header(scope, b"content-length")
-    # A longer number is no length, and Python would refuse to read one of many digits.
-    if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
+    announced_size = header(scope, b"content-length")
+    # Text with more digits is no size, and Python would raise an error for a number with very many digits.
+    is_number = announced_size.isdigit() and len(announced_size) < 20
+    if is_number and int(announced_size) > limit:
         raise _too_large(limit, why)
     parts: list[bytes] = []
     size = 0
-    more = True
+    has_more = True
     try:
-        while more:
+        while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise RequestError(400, "The body ended early.", code="body_ended")
@@ -197,7 +198,7 @@ async def read_any(scope: Scope, receive: Receive, limit: int, room: BodyRoom, w
             parts.append(part)
             size += len(part)
             room.bytes += len(part)
-            more = message.get("more_body", False)
+            has_more = message.get("more_body", False)
             if size > limit:
                 raise _too_large(limit, why)
             if size > SMALL_BODY:

@@ -64,14 +64,14 @@ class ShownEffect(msgspec.Struct, frozen=True, kw_only=True):
 def blame_page(viewer: Viewer, request: Request) -> Response:
     """The verdict, a row per role, and the calls that lost episodes."""
     run = viewer.run(request)
-    found = run.blame
+    analysis = run.blame  # None if `cotune blame` has not analysed the run
     return viewer.page(
         request,
         "blame.html",
         run,
-        found=found,
-        luck=luck_sentence(found) if found else "",
-        scoring=scoring_sentence(found) if found else "",
+        found=analysis,
+        luck=luck_sentence(analysis) if analysis else "",
+        scoring=scoring_sentence(analysis) if analysis else "",
         points=shown_points,
         noise_points=noise_points,
         outcome=shown_outcome,
@@ -79,31 +79,37 @@ def blame_page(viewer: Viewer, request: Request) -> Response:
         seconds=shown_seconds,
         least_tasks=LEAST_TASKS,
         decisive=DECISIVE,
-        lost=show_losses(run, found.episodes) if found else [],
-        hues=hues(run, *(found.all_roles if found else ())),
+        lost=show_losses(run, analysis.episodes) if analysis else [],
+        hues=hues(run, *(analysis.all_roles if analysis else ())),
     )
 
 
 def show_losses(run: OpenedRun, episodes: Sequence[LostEpisode]) -> list[ShownLoss]:
-    """The lost episodes as they are shown, each with the forks at its decisive call."""
-    decisive_calls: dict[str, str] = {}  # id of an episode -> id of its decisive call, which results name by its step
+    """The lost episodes for the page, each with the forks at its decisive call: other answers to the call, after which
+    the episode ran on to an outcome of its own.
+    """
+    # 1. Find the ids of the decisive calls. The analysis names a call by its step.
+    decisive_calls: dict[str, str] = {}  # id of an episode -> id of its decisive call
     for lost in episodes:
         if lost.call is not None:
             calls = run.store.calls(lost.episode, lean=True)
             decisive_calls[lost.episode] = next((call.id for call in calls if call.step == lost.call), "")
-    # The forks at these calls. Episodes with the same decisive call share them.
+
+    # 2. Collect the forks at these calls.
     alternatives: dict[str, list[Alternative]] = {call_id: [] for call_id in decisive_calls.values()}
-    for phase in (FORK, FRESH_FORK) if decisive_calls else ():
-        for episode in run.store.episodes(EpisodeFilters(phase=phase)):
-            fork = episode.fork
-            if fork is not None and fork.call in alternatives and episode.is_outcome:
-                alternatives[fork.call].append(show_alternative(run, episode, fork))
+    if decisive_calls:
+        for phase in (FORK, FRESH_FORK):
+            for episode in run.store.episodes(EpisodeFilters(phase=phase)):
+                fork = episode.fork
+                if fork is not None and fork.call in alternatives and episode.is_outcome:
+                    alternatives[fork.call].append(show_alternative(run, episode, fork))
+
+    # 3. Rank the forks of each episode by outcome. Forks without an outcome come last.
     losses = []
     for lost in episodes:
         loss = "" if lost.loss is None else loss_points(lost.loss)
-        alternatives_here = alternatives.get(decisive_calls.get(lost.episode, ""), [])
-        # Forks without an outcome come last.
-        ranked = sorted(alternatives_here, key=lambda one: (one.outcome is None, -(one.outcome or 0.0)))
+        forks = alternatives.get(decisive_calls.get(lost.episode, ""), [])
+        ranked = sorted(forks, key=lambda fork: (fork.outcome is None, -(fork.outcome or 0.0)))
         losses.append(ShownLoss(episode=lost, loss=loss, alternatives=tuple(ranked)))
     return losses
 

@@ -99,7 +99,10 @@ def calls_page(viewer: Viewer, request: Request) -> Response:
 
 
 def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: str = "") -> ListPage[CallRow]:
-    """The page of calls, the newest first, that begins below the id `before`."""
+    """The page of calls, the newest first, that begins below the id `before`. With `text`, only calls that contain it.
+
+    Calls are read in chunks, until the page is full, the list ends, or `SEARCH_SECONDS` have passed.
+    """
     rows: list[CallRow] = []
     verdicts: dict[str, bool] = {}  # texts that were searched already, shared by all chunks
     deadline = time.monotonic() + SEARCH_SECONDS
@@ -151,7 +154,7 @@ def match_in_call(run: OpenedRun, id: str, text: str) -> Match | None:
         call = run.figures.call(id)
     except RecordError:
         return None
-    return _first(_texts_of_call(run, call), text, id)
+    return _first_match(_texts_of_call(run, call), text, id)
 
 
 def match_in_episode(run: OpenedRun, id: str, text: str) -> Match | None:
@@ -160,39 +163,49 @@ def match_in_episode(run: OpenedRun, id: str, text: str) -> Match | None:
     texts: list[tuple[str, Any]] = [("input", leaf) for leaf in leaves(episode.task.input)]
     texts.append(("error", episode.error))
     texts += [(f"why {name}", reason) for name, reason in run.store.feedback([id])[id].items()]
-    return _first(texts, text, "")
+    return _first_match(texts, text, call="")
 
 
 def _texts_of_call(run: OpenedRun, call: CallRecord) -> Iterator[tuple[str, Any]]:
-    """The texts of a call, each with a name of its place for the reader, in the order in which a search shows the first
-    match: answers, errors, feedback, then the prompt from its end.
+    """The texts of a call, each with a label that a page shows, such as "answer".
+
+    They are in the order in which a search looks for the first match: answers, errors, feedback, then the prompt from
+    its end.
     """
     for candidate in call.candidates:
-        place = "answer" if candidate.index == call.chosen else f"candidate {candidate.index}"
-        yield from ((place, leaf) for leaf in (candidate.text, *leaves(candidate.message)))
-    yield ("error", call.error)
-    yield from (("attempt", attempt) for attempt in call.attempts)
-    for feedback in run.store.feedback([candidate_id(call.id, c.index) for c in call.candidates]).values():
-        yield from ((f"why {name}", reason) for name, reason in feedback.items())
-    for message in reversed(call.messages):
+        label = "answer" if candidate.index == call.chosen else f"candidate {candidate.index}"
+        for leaf in (candidate.text, *leaves(candidate.message)):
+            yield label, leaf
+    yield "error", call.error
+    for attempt in call.attempts:
+        yield "attempt", attempt
+    candidate_ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
+    for feedback in run.store.feedback(candidate_ids).values():
+        for name, reason in feedback.items():
+            yield f"why {name}", reason
+    for message_id in reversed(call.messages):
         try:
-            body = run.store.message(message)
+            message = run.store.message(message_id)
         except RecordError:
-            continue
-        role = str(body.get("role", "message")) if isinstance(body, dict) else "message"
-        yield from ((f"prompt, {role}", leaf) for leaf in leaves(body))
+            continue  # the message was lost
+        role = str(message.get("role", "message")) if isinstance(message, dict) else "message"
+        for leaf in leaves(message):
+            yield f"prompt, {role}", leaf
 
 
-def _first(texts: Iterable[tuple[str, Any]], text: str, call: str) -> Match | None:
-    """The first text that contains `text`, with some characters around the match. Upper and lower case are the same, as
-    in the search by SQL.
+def _first_match(labelled_texts: Iterable[tuple[str, Any]], searched_text: str, call: str) -> Match | None:
+    """The first of `labelled_texts` that contains the searched text, with some characters around the match.
+
+    Upper and lower case are the same, as in the search by SQL. Values that are no texts are skipped.
     """
-    for place, value in texts:
-        match = re.search(re.escape(text), value, re.IGNORECASE) if isinstance(value, str) else None
+    pattern = re.compile(re.escape(searched_text), re.IGNORECASE)
+    for label, text in labelled_texts:
+        match = pattern.search(text) if isinstance(text, str) else None
         if match:
             start, end = match.span()
-            cut = max(0, start - _AROUND)
-            before = ("…" if cut else "") + value[cut:start]
-            after = value[end : end + _AROUND] + ("…" if len(value) > end + _AROUND else "")
-            return Match(place, before, value[start:end], after, call)
+            before_start = max(0, start - _AROUND)
+            after_end = end + _AROUND
+            before = ("…" if before_start > 0 else "") + text[before_start:start]
+            after = text[end:after_end] + ("…" if len(text) > after_end else "")
+            return Match(label, before, text[start:end], after, call)
     return None

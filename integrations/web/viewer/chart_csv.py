@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from typing import Any
 
 from starlette.responses import Response, StreamingResponse
@@ -24,8 +25,7 @@ def chart_as_csv(chart: Chart) -> Response:
     rows: list[list[Any]] = [["step", *(name for name, _ in columns)]]
     for position, step in enumerate(chart.steps):
         rows.append([step, *(values[position] for _, values in columns)])
-    name = "".join(sign if (sign.isalnum() and sign.isascii()) or sign in "-_" else "_" for sign in chart.id)
-    file_name = name[:100]
+    file_name = re.sub(r"[^A-Za-z0-9_-]", "_", chart.id)[:100]
     headers = {"content-disposition": f'attachment; filename="{file_name}.csv"'}
     return StreamingResponse(map(_line, rows), media_type="text/csv; charset=utf-8", headers=headers)
 

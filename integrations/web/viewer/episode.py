@@ -178,14 +178,18 @@ def used_tools(episode: Episode | None, shown: Sequence[ShownCall]) -> list[Used
     if episode is not None and episode.results:
         return [UsedTool(result.name, result.started, result.latency) for result in episode.results]
     used: list[UsedTool] = []
-    requested: dict[str, tuple[str, float]] = {}  # id of a tool call -> name of the tool, end of the requesting call
+    # Requested uses without a result so far: id of the tool call -> name of the tool, and the end of the request.
+    requested: dict[str, tuple[str, float]] = {}
     for call in shown:
         record = call.record
         for message in call.new:
-            id = message.note.rpartition(" ")[2] if message.speaker == "tool" else ""
-            if id in requested:
-                name, ended = requested.pop(id)
-                used.append(UsedTool(name, ended, max(0.0, record.started - ended), at_most=True))
+            if message.speaker != "tool":
+                continue
+            tool_call_id = message.note.rpartition(" ")[2]  # the note of a tool's message ends with the id
+            if tool_call_id in requested:
+                name, request_end = requested.pop(tool_call_id)
+                longest_time = max(0.0, record.started - request_end)
+                used.append(UsedTool(name, request_end, longest_time, at_most=True))
         for candidate in record.candidates:
             if candidate.index != record.chosen:
                 continue
@@ -199,7 +203,10 @@ def used_tools(episode: Episode | None, shown: Sequence[ShownCall]) -> list[Used
 def _reads_of_calls(
     run: OpenedRun, calls: Sequence[CallRecord], first: int, episode: Episode | None
 ) -> Mapping[str, Reads]:
-    """The earlier calls that each of these calls read, by id. `first` is the place of the first one in its episode."""
+    """The earlier calls whose answers each of these calls has read, by the id of the reading call.
+
+    `calls` follow each other in their episode, where `first` is the position of the first one.
+    """
     earlier: Sequence[CallRecord] = []
     if calls and first:
         start = max(0, first - LOOK_BACK)
@@ -299,7 +306,11 @@ def _unchanged_messages(run: OpenedRun, call: CallRecord) -> int:
     """Number of messages at the beginning of the prompt that the role's previous turn had too."""
     if call.turn == 0:
         return 0
-    before = run.figures.messages_of(call.episode, call.role, call.turn - 1)
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, call.messages, strict=False))
+    previous_messages = run.figures.messages_of(call.episode, call.role, call.turn - 1)
+    n_unchanged = 0
+    for previous_id, id in zip(previous_messages, call.messages, strict=False):
+        if previous_id != id:
+            break
+        n_unchanged += 1
     # The last message is always shown.
-    return min(len(list(same)), len(call.messages) - 1)
+    return min(n_unchanged, len(call.messages) - 1)

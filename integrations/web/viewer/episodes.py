@@ -97,7 +97,7 @@ def episodes_page(viewer: Viewer, request: Request) -> Response:
 def listed(run: OpenedRun, filters: Filters, before: str = "") -> ListPage[EpisodeRow]:
     """The page of episodes that begins at `before`: an id or, in another order, a number of episodes."""
     if filters.q:
-        return _searched(run, filters, before)
+        return _search_episodes(run, filters, before)
     lines = _lines(run, filters, before, PAGE + 1)  # one more, to see whether there is a next page
     shown = lines[:PAGE]
     return ListPage(rows=_rows(run, shown), after=_after(filters, before, shown, more=len(lines) > PAGE))
@@ -151,34 +151,38 @@ def _rows(
     return tuple(rows)
 
 
-def _searched(run: OpenedRun, filters: Filters, before: str) -> ListPage[EpisodeRow]:
-    """Episodes in which a message, an answer, an error or the task's input holds the text, a chunk at a time."""
-    found_lines: list[EpisodeLine] = []
+def _search_episodes(run: OpenedRun, filters: Filters, before: str) -> ListPage[EpisodeRow]:
+    """The page of episodes with the searched text `filters.q` in a message, an answer, an error or the task's input.
+
+    Episodes are searched in chunks, until the page is full, the list ends, or the search has taken `SEARCH_SECONDS`.
+    """
+    matching_lines: list[EpisodeLine] = []
     matches: dict[str, Match | None] = {}
     verdicts: dict[str, bool] = {}  # texts that were searched already, shared by all chunks
     deadline = time.monotonic() + SEARCH_SECONDS
     searched = 0
-    last = before
+    position = before
     while True:
-        chunk = _lines(run, filters, last, CHUNK)
-        hits = run.figures.holding(filters.q, [row.id for row in chunk], verdicts)
-        for number, line in enumerate(chunk, start=1):
-            if line.id not in hits:
+        chunk = _lines(run, filters, position, CHUNK)
+        # The id of each matching episode, with the id of the call that matches; empty if the episode itself does.
+        call_of_hit = run.figures.holding(filters.q, [line.id for line in chunk], verdicts)
+        for n_read, line in enumerate(chunk, start=1):
+            if line.id not in call_of_hit:
                 continue
-            found_lines.append(line)
-            if call := hits[line.id]:
+            matching_lines.append(line)
+            if call := call_of_hit[line.id]:
                 matches[line.id] = match_in_call(run, call, filters.q)
             else:
                 matches[line.id] = match_in_episode(run, line.id, filters.q)
-            if len(found_lines) == PAGE:
-                after = _after(filters, last, chunk[:number], more=True)
-                return ListPage(rows=_rows(run, found_lines, matches), after=after)
+            if len(matching_lines) == PAGE:
+                next_position = _after(filters, position, chunk[:n_read], more=True)
+                return ListPage(rows=_rows(run, matching_lines, matches), after=next_position)
         searched += len(chunk)
         if len(chunk) < CHUNK:
-            return ListPage(rows=_rows(run, found_lines, matches))
-        last = _after(filters, last, chunk, more=True)
+            return ListPage(rows=_rows(run, matching_lines, matches))
+        position = _after(filters, position, chunk, more=True)
         if time.monotonic() > deadline:
-            return ListPage(rows=_rows(run, found_lines, matches), after=last, searched=searched)
+            return ListPage(rows=_rows(run, matching_lines, matches), after=position, searched=searched)
 
 
 def _number(text: str | None) -> float | None:

@@ -52,7 +52,8 @@ def evaluations_page(viewer: Viewer, request: Request) -> Response:
     evaluation = chosen(run.evaluations, asked.get("name", ""))
     pair = (asked.get("mode", ""), asked.get("against", ""))
     kind = asked.get("kind", "")
-    kind = kind if kind in KINDS else ""
+    if kind not in KINDS:
+        kind = ""
     return viewer.page(
         request,
         "evaluations.html",
@@ -106,14 +107,18 @@ def show_evaluation(
 
 
 def _pair_to_show(evaluation: StoredEvaluation, asked: tuple[str, str] | None) -> tuple[str, str]:
-    """The asked pair of modes if they were compared, else that of the headline, else the first one. Without any
-    comparison, the first mode is shown alone.
+    """The two modes to compare on a page: the pair that the user has asked for, if the evaluation has compared it, else
+    the pair of the headline, else the first pair.
+
+    Without any comparison, it is the first mode and an empty text.
     """
-    pairs = [(comparison.label, comparison.against) for comparison in evaluation.comparisons]
+    compared_pairs = [(comparison.label, comparison.against) for comparison in evaluation.comparisons]
     for pair in (asked, compared_modes(evaluation)):
-        if pair is not None and pair in pairs:
+        if pair is not None and pair in compared_pairs:
             return pair
-    return pairs[0] if pairs else (next(iter(evaluation.evaluations), ""), "")
+    if compared_pairs:
+        return compared_pairs[0]
+    return next(iter(evaluation.evaluations), ""), ""
 
 
 def _failures(mode: str, failed: Mapping[str, int]) -> Iterator[str]:

@@ -41,12 +41,12 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
             break
     role = query.get("role", "")
     kind = query.get("kind", "")
-    chosen = []
+    selected_groups = []
     for group in groups.groups:
         has_role = role in ("", group.role)
         has_kind = not kind or (kind == "left_out") == bool(group.reason)
         if has_role and has_kind:
-            chosen.append(group)
+            selected_groups.append(group)
     first = start(request)
     return viewer.page(
         request,
@@ -60,8 +60,8 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
         candidates=candidates,
         reasons=REASONS,
         cells=by_role_and_turn(groups.groups),
-        groups=chosen[first : first + MOST_GROUPS],
-        total=len(chosen),
+        groups=selected_groups[first : first + MOST_GROUPS],
+        total=len(selected_groups),
         start=first,
         size=MOST_GROUPS,
         most=MOST_EPISODES,
@@ -81,18 +81,21 @@ def group_page(viewer: Viewer, request: Request) -> Response:
     group = next((group for group in groups.groups if group.id == id), None)
     if group is None:
         raise HTTPException(404, f"Step {step} has no group {id}: its candidates may have been left out one by one.")
+    # The calls of the samples. Several samples may be candidates of one call.
     members = list(zip(group.samples, group.rewards, strict=True))[:MOST_SIBLINGS]
-    records = [run.figures.call(id) for id in dict.fromkeys(sample.call for sample, _ in members)]
+    call_ids = dict.fromkeys(sample.call for sample, _ in members)
+    records = [run.figures.call(call_id) for call_id in call_ids]
     episode = ended_episode(run, records[0].episode) if records else None
     policy = records[0].policy.name if records and records[0].policy else ""
     colouring = viewer.colouring(request, run, episode, policy)
-    shown = show_calls(run, records, groups, whole=True, colouring=colouring)
-    calls = {call.record.id: call for call in shown}
-    ids = [other.id for other in groups.groups]
-    position = ids.index(id)
+    calls = {}
     candidates = {}
-    for call in shown:
+    for call in show_calls(run, records, groups, whole=True, colouring=colouring):
+        calls[call.record.id] = call
         candidates.update({candidate.id: candidate for candidate in call.candidates})
+
+    group_ids = [other.id for other in groups.groups]
+    position = group_ids.index(id)
     return viewer.page(
         request,
         "group.html",
@@ -103,7 +106,7 @@ def group_page(viewer: Viewer, request: Request) -> Response:
         call=calls[group.samples[0].call],
         one_prompt=len({sample.prompt for sample in group.samples}) == 1,
         reasons=REASONS,
-        earlier=ids[position - 1] if position else "",
-        later=ids[position + 1] if position + 1 < len(ids) else "",
+        earlier=group_ids[position - 1] if position else "",
+        later=group_ids[position + 1] if position + 1 < len(group_ids) else "",
         **of_candidates(request, run, colouring, groups),
     )

@@ -100,13 +100,13 @@ def curves_page(viewer: Viewer, request: Request) -> Response:
 
 
 def configuration_page(viewer: Viewer, request: Request) -> Response:
-    """The configuration of runs, and their differences."""
-    run, shown = viewer.chosen(request)
-    only = len(shown) > 1 and "all" not in request.query_params
+    """The page with the configuration of one run, or with the differences between the configurations of several."""
+    run, shown_runs = viewer.chosen(request)
+    differing_only = len(shown_runs) > 1 and "all" not in request.query_params
     set_only = "set" in request.query_params
-    headlines = [shown_run.headline.changes for shown_run in shown]
-    tables = [settings(shown_run) for shown_run in shown]
-    groups = grouped(tables, viewer.fields, differing_only=only, set_only=set_only)
+    headlines = [shown_run.headline.changes for shown_run in shown_runs]
+    tables = [settings(shown_run) for shown_run in shown_runs]
+    groups = grouped(tables, viewer.fields, differing_only=differing_only, set_only=set_only)
     figures: dict[str, None] = {}  # names in order, without duplicates
     for changes in headlines:
         figures |= dict.fromkeys(change.name for change in changes)
@@ -115,8 +115,8 @@ def configuration_page(viewer: Viewer, request: Request) -> Response:
         "compare.html",
         run,
         groups=groups,
-        shown=shown,
-        only=only,
+        shown=shown_runs,
+        only=differing_only,
         set_only=set_only,
         headlines=headlines,
         figures=list(figures),
@@ -145,14 +145,15 @@ def grouped(
     `tables` has the value of each field, by its name, for each run. With `differing_only`, only fields that differ
     between the runs are returned; with `set_only`, only fields that differ from their default.
     """
-    order = {name: place for place, name in enumerate(fields)}
-    headings = list(dict.fromkeys(name.rpartition(".")[0] for name in fields))
     names: set[str] = set()
     for table in tables:
         names.update(table)
+    documented_names = [name for name in fields if name in names]
+    other_names = sorted(names.difference(documented_names))
+    headings = list(dict.fromkeys(name.rpartition(".")[0] for name in fields))
 
     groups: dict[str, list[ShownField]] = {}
-    for name in sorted(names, key=lambda name: (order.get(name, 10**6), name)):
+    for name in [*documented_names, *other_names]:
         documented = fields.get(name)
         values = tuple(table.get(name, "–") for table in tables)
         changed = tuple(documented is not None and value not in (documented.default, "–") for value in values)
@@ -173,11 +174,11 @@ def grouped(
         groups.setdefault(_heading_of(name, headings), []).append(shown)
 
     # Documented headings in their order, then others; versions and changes come last.
-    def place(heading: str) -> tuple[bool, int]:
-        number = headings.index(heading) if heading in headings else len(headings)
-        return heading in ("versions", "changes"), number
+    def sort_key(heading: str) -> tuple[bool, int]:
+        position = headings.index(heading) if heading in headings else len(headings)
+        return heading in ("versions", "changes"), position
 
-    return {heading: groups[heading] for heading in sorted(groups, key=place)}
+    return {heading: groups[heading] for heading in sorted(groups, key=sort_key)}
 
 
 def _heading_of(name: str, headings: Sequence[str]) -> str:

@@ -10,11 +10,13 @@ from cotune.reading.tasks import selected_path, tasks
 
 
 def tasks_page(viewer: Viewer, request: Request) -> Response:
-    """Success by task over steps."""
+    """The page of tasks, with the success of each task over the steps. It shows one phase, by default the training."""
     run = viewer.run(request)
     query = request.query_params
     phases = run.figures.phases()
-    phase = query.get("phase") or ("train" if "train" in phases else next(iter(phases), ""))
+    phase = query.get("phase")
+    if not phase:
+        phase = "train" if "train" in phases else next(iter(phases), "")
     kind = query.get("kind", "")
     order = query.get("order", "")
     return viewer.page(

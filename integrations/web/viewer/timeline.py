@@ -194,17 +194,26 @@ class _Rows:
 
 
 def _ticks(seconds: float, scale: float) -> Iterator[Tick]:
-    """The marks of a time axis of this length, at round numbers: at most seven, each a multiple of 1, 2 or 5 of a unit.
-    `scale` is pixels per second.
+    """The marks of a time axis that is `seconds` long. There are at most seven, at multiples of 1, 2 or 5 times a power
+    of ten. `scale` is pixels per second.
     """
-    units = (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h")
-    # Milliseconds below a second, seconds up to 100 s, minutes up to 100 min, then hours.
-    unit, name = units[sum(seconds >= limit for limit in (1.0, 100.0, 6000.0))]
-    decade = 10.0 ** math.floor(math.log10(seconds / unit))
-    size = next(step * decade for step in (0.2, 0.5, 1, 2, 5) if seconds / unit < 7 * step * decade)
+    if seconds < 1.0:
+        unit, unit_name = 1e-3, "ms"
+    elif seconds < 100.0:
+        unit, unit_name = 1.0, "s"
+    elif seconds < 6000.0:
+        unit, unit_name = 60.0, "min"
+    else:
+        unit, unit_name = 3600.0, "h"
+    length = seconds / unit
+    power_of_ten = 10.0 ** math.floor(math.log10(length))
+    distances = [factor * power_of_ten for factor in (0.2, 0.5, 1, 2, 5)]
+    distance = next(distance for distance in distances if length < 7 * distance)
     # A small number is added, as 0.3 / 0.1 is less than 3 in floating point.
-    for number in range(int(seconds / unit / size + 1e-9) + 1):
-        yield Tick(LABELS + number * size * unit * scale, f"{number * size:g} {name}" if number else "0")
+    n_distances = int(length / distance + 1e-9)
+    for number in range(n_distances + 1):
+        text = f"{number * distance:g} {unit_name}" if number else "0"
+        yield Tick(LABELS + number * distance * unit * scale, text)
 
 
 def _arrow_path(read: Bar, reader: Bar) -> str:
