@@ -26,7 +26,7 @@ CHUNK = 1 << 22
 def check_optimizers(
     trainable: Mapping[str, Mapping[str, nn.Parameter]], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> None:
-    """Raises LearnerError unless each policy's tensors are in its optimizer, and in no other one.
+    """Raises LearnerError unless each policy's tensors are float32 and in its optimizer, and in no other one.
 
     `trainable` gives the tensors of each policy by name.
     """
@@ -44,6 +44,13 @@ def check_optimizers(
                 raise LearnerError(
                     f"Tensor {name} of policy {policy!r} is in the optimizers of {owners or 'no policy'}.",
                     "Build one optimizer per policy, after its adapter has been added, over its own tensors only.",
+                )
+            # In bfloat16 most steps would be rounded away: a step is usually below 1/256 of its entry.
+            if parameter.dtype != torch.float32:
+                raise LearnerError(
+                    f"Tensor {name} of policy {policy!r} is trained in {str(parameter.dtype).removeprefix('torch.')} "
+                    "instead of float32.",
+                    "Report this with the versions of torch, transformers and peft.",
                 )
 
 

@@ -141,6 +141,15 @@ def test_a_tensor_in_two_optimizers_is_refused(base):
         check_optimizers(parameters, {"a": both, "b": learner._optimizers["b"]})
 
 
+def test_a_tensor_that_is_not_trained_in_float32_is_told(base):
+    learner = opened(base, "lora")
+    model = learner._policies["b"]
+    name, parameter = next(iter(model.parameters().items()))
+    parameter.data = parameter.data.bfloat16()
+    with pytest.raises(LearnerError, match=f"{name} of policy 'b' is trained in bfloat16 instead of float32"):
+        check_optimizers({"b": model.parameters()}, learner._optimizers)
+
+
 def test_an_adapter_that_is_not_active_gets_no_gradient_and_is_noticed(base):
     learner = opened(base)
     learner._policies["a"].activate = lambda: learner._policies["b"].peft.set_adapter(learner._policies["b"].adapter)
