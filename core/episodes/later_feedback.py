@@ -66,8 +66,8 @@ def feedback(
     rewards = components(named, source) if named else {}
     redaction = None if redactor is None else Redaction((check_redactor(redactor),))
     app = app or os.environ.get("COTUNE_APP", "")
+    target = episode or key_target(app, check_key(key))  # before the sink is opened: after an error nobody closes it
     sink = open_collector(str(address), app) if is_collector(address) else FileRecords(address)
-    target = episode or key_target(app, check_key(key))
     try:
         sink.write(reward_records(target, rewards, text, redaction=redaction))
     finally:

@@ -82,8 +82,10 @@ class FileRecords:
         """Queue records for the store. After `close` the store is opened only for this write."""
         if self._store is None:  # a reward after the end of the trace
             store = acquire_store(self._address)
-            store.write(records)
-            release_store(self._address)
+            try:
+                store.write(records)
+            finally:
+                release_store(self._address)
             return
         self._store.write(records)
         if self._durable:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import cotune
-from cotune.errors import RunError, WorkflowError
+from cotune.errors import ConfigError, RunError, WorkflowError
 from cotune.records.structs import CallRecord, Candidate
 from cotune.storage import shared_stores
 from cotune.storage.file_lock import is_held
@@ -201,6 +201,12 @@ def test_a_trace_that_is_refused_opens_no_store(tmp_path: Path) -> None:
     edited = prompts(part(OLD, NEW))
     with cotune.trace(prompts=edited), pytest.raises(WorkflowError, match="This trace has prompts"):
         cotune.trace(tmp_path / "records.db", prompts=edited).__enter__()
+    assert not (tmp_path / "records.db").exists()
+
+
+def test_feedback_that_is_refused_opens_no_store(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="printable characters"):
+        cotune.feedback(key="order\n17", reward=1.0, records=tmp_path / "records.db")
     assert not (tmp_path / "records.db").exists()
 
 
