@@ -54,13 +54,13 @@ def feedback(
     if episode and TARGET.fullmatch(episode) is None:
         raise ConfigError("episode", episode[:100], "is not the id of an episode", "`trace.id` is. For a key use key=.")
     source = "The reward of cotune.feedback"
-    value, own_text = split_feedback(reward, source)
+    value, text_of_reward = split_feedback(reward, source)
     named: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
         named = value
     elif value is not None:
         named = {"team": value}
-    text = text or own_text
+    text = text or text_of_reward
     if not named and not text:
         raise WorkflowError(f"{source} is missing.", "Pass a number, named numbers, or a text.")
     rewards = components(named, source) if named else {}

@@ -431,10 +431,11 @@ class LiveEpisode:
     def _end(
         self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None, *, outage: bool = False
     ) -> None:
-        """Record the end of a call, once. A second end is ignored: a time-out may end a call that is just being
-        answered.
+        """Record the end of a call with its `answer`, or with the answer so far if it failed. Copies of the call in
+        inner episodes end with it.
 
-        `outage` is whether the infrastructure failed the call. Copies of the call in inner episodes end with it.
+        A second end of the same call is ignored: a time-out may end a call that is just being answered. `outage` is
+        whether the infrastructure failed the call.
         """
         # Only a provider or a client may send a malformed answer; the answers of policies are built by cotune.
         if answer is not None and answer.policy is None and not call.ended:
@@ -451,7 +452,8 @@ class LiveEpisode:
             self._open.pop(call.id, None)
             if status != "ok":
                 self.failures[status] = self.failures.get(status, 0) + 1
-            call.outage = self.outage = outage
+            call.outage = outage
+            self.outage = outage
         try:
             try:
                 records = self._records.ended(call, answer, status, error)

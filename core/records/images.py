@@ -37,11 +37,11 @@ def image_id(data: bytes) -> str:
 
 
 def split_images(body: Any) -> tuple[Any, list[Image]]:
-    """Take the images out of a message: returns the message with a reference in the place of each image, and the
-    images.
+    """Take the images out of a message, so that each is stored once, however many messages show it. Returns the message
+    with a reference in the place of each image, and the images.
 
-    An image is stored once however many messages show it. If `join_images` could not restore its URL exactly (base64
-    with line breaks), it stays in the message as well.
+    If `join_images` could not restore the URL of an image exactly (base64 with line breaks), the image stays in the
+    message as well.
     """
     if type(body) is not dict or type(body.get("content")) is not list:
         return body, []

@@ -132,7 +132,8 @@ MOST_NAMES = 256
 
 
 def components(value: Any, source: str, name: str = "local", *, may_be_unknown: bool = False) -> dict[str, float]:
-    """Named components of the value that a scorer or workflow returned. A plain number becomes `{name: number}`.
+    """The named numbers of a reward, the value that a scorer or workflow returned. A plain number becomes
+    `{name: number}`. `source` names the scorer or workflow in errors.
 
     Raises WorkflowError for None, NaN, infinities, numbers beyond `LARGEST_REWARD` and anything that is not a number.
     With `may_be_unknown`, the error for NaN mentions that None is allowed: callers remove it before.
@@ -143,22 +144,23 @@ def components(value: Any, source: str, name: str = "local", *, may_be_unknown: 
         try:
             if isinstance(number, str | bytes | bytearray):  # float("7") would accept an answer as its own reward
                 raise TypeError
-            named[str(key)] = float(number)
+            reward = float(number)
         except (TypeError, ValueError):
             raise WorkflowError(
                 f"{source} returned {key} = {number!r}, which is not a number.",
                 "Return a number, a bool, or a dict of named numbers.",
             ) from None
-        if not math.isfinite(named[str(key)]):
+        if not math.isfinite(reward):
             remedy = "Return finite numbers only"
             if may_be_unknown:
                 remedy += f'; if it is unknown, return {{"{key}": None}}'
             raise WorkflowError(f"{source} returned {key} = {number!r}, which is not a finite number.", f"{remedy}.")
-        if abs(named[str(key)]) > LARGEST_REWARD:
+        if abs(reward) > LARGEST_REWARD:
             raise WorkflowError(
                 f"{source} returned {key} = {number!r}, which the 32-bit numbers of training cannot hold.",
                 f"Return numbers between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}; rewards near 1 are usual.",
             )
+        named[str(key)] = reward
     if not named:
         raise WorkflowError(f"{source} returned an empty dict.", "Return at least one named number.")
     if len(named) > MOST_NAMES:

@@ -30,10 +30,11 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
 
     @classmethod
     def open(cls, path: Path | str, read_only: bool = False) -> Self:
-        """Open the records file `path`, or `records.db` in the folder `path`; a writer creates it.
+        """Open the records file `path`, or `records.db` in the folder `path`. A missing file is created, unless it is
+        opened for reading only.
 
-        Raises RunError when another process writes it, when it is missing (read_only), or is not a records file of
-        this version.
+        Raises RunError if another process writes it, if it is missing and `read_only`, or if it is not a records file
+        of this version.
         """
         path = Path(path).absolute()
         if path.is_dir():
@@ -41,7 +42,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
         if read_only:
             if not path.is_file():
                 raise RunError(f"There is no records file at {path}.", "Name a run folder or its records file.")
-            store = cls(path, None, None, lambda: connect_reader(path))
+            store = cls(path, writer=None, lock=None, connect=lambda: connect_reader(path))
             with store._reader() as db:
                 check(db, path)
             return store
@@ -53,7 +54,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
         lock = FileLock(path.with_name(path.name + ".lock"), f"The records file {path}")
         try:
             path.touch()  # gives the file the usual permissions; SQLite would leave out the group
-            return cls(path, Writer(SqliteDatabase(path)), lock, lambda: connect_reader(path))
+            return cls(path, Writer(SqliteDatabase(path)), lock, connect=lambda: connect_reader(path))
         except OSError as error:
             lock.release()
             cause = f"The records file {path} cannot be written: {error.strerror}."
@@ -68,7 +69,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
     @classmethod
     def empty(cls, folder: Path) -> Self:
         """A store without records, in memory."""
-        return cls(folder / RECORDS, None, None, connect_empty)
+        return cls(folder / RECORDS, writer=None, lock=None, connect=connect_empty)
 
     @property
     def folder(self) -> Path:
