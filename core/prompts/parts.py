@@ -119,20 +119,23 @@ def find_parts(
             prompts += place_prompts
             inputs[place.role] = inputs.get(place.role, 0) + n_inputs
 
-    named_parts = _name_prompts(prompts)
+    # Edited by default (`first`): system messages, and user messages of roles without a system message.
+    found_parts = _name_prompts(prompts)
     roles_with_system: set[str] = set()
-    for found in named_parts:
-        if found.part.kind == "system" and not found.why:
-            roles_with_system.update(found.part.roles)
-    # Edited by default: system messages, and user messages of roles without a system message.
-    parts = []
-    for found in named_parts:
-        is_system = found.part.kind == "system"
-        replaces_system = found.part.kind == "user" and roles_with_system.isdisjoint(found.part.roles)
-        parts.append(msgspec.structs.replace(found, first=not found.why and (is_system or replaces_system)))
+    for found_part in found_parts:
+        if found_part.part.kind == "system" and not found_part.why:
+            roles_with_system.update(found_part.part.roles)
+    parts: list[FoundPart] = []
+    for found_part in found_parts:
+        part = found_part.part
+        is_system = part.kind == "system"
+        replaces_system = part.kind == "user" and roles_with_system.isdisjoint(part.roles)
+        is_first = not found_part.why and (is_system or replaces_system)
+        parts.append(msgspec.structs.replace(found_part, first=is_first))
+    shown_roles = [name for name in recorded.roles if not roles or name in roles]
     return FoundParts(
         parts=tuple(parts),
-        roles=tuple(_role(name, recorded, inputs, parts) for name in recorded.roles if not roles or name in roles),
+        roles=tuple(_found_role(name, recorded, inputs, parts) for name in shown_roles),
         left_out=dict(recorded.left_out),
         workflow=next(iter(recorded.workflows)) if len(recorded.workflows) == 1 else "",
         models=tuple(sorted(recorded.models)),
@@ -262,11 +265,13 @@ def _distinct_examples(values: Iterable[str]) -> list[str]:
     return sorted(different, key=lambda value: not value)[:_EXAMPLES]
 
 
-def _role(name: str, recorded: Recorded, inputs: Mapping[str, int], parts: Sequence[FoundPart]) -> FoundRole:
-    """The role `name` with the numbers of its calls and tasks. `inputs` is the number of user messages by role that
-    only one task has."""
+def _found_role(name: str, recorded: Recorded, inputs: Mapping[str, int], parts: Sequence[FoundPart]) -> FoundRole:
+    """The role `name` with the numbers of its calls and tasks, and with what it sends besides prompts.
+
+    `inputs` has for each role the number of user messages that occur in only one task, so that they are input.
+    """
     recorded_calls = recorded.roles[name]
-    of_role = [found.part for found in parts if name in found.part.roles]
+    of_role = [found_part.part for found_part in parts if name in found_part.part.roles]
     return FoundRole(
         name=name,
         calls=len(recorded_calls.calls),

@@ -46,17 +46,21 @@ class Cause(msgspec.Struct, kw_only=True):
 
 
 def causes(rows: Iterable[tuple[str, str | None, int]]) -> list[Cause]:
-    """Causes of failed episodes, the commonest first, from (phase, error, episodes), the commonest first."""
+    """Causes of failed episodes, the commonest first. Errors that differ only in numbers have one cause.
+
+    `rows` are (phase, error, number of episodes with this error), the commonest first.
+    """
     by_key: dict[tuple[str, str], Cause] = {}
-    lines: dict[tuple[str, str], set[str]] = {}
-    for phase, error, count in rows:
+    lines_of_key: dict[tuple[str, str], set[str]] = {}
+    for phase, error, episodes in rows:
         line = first_line(error)
-        key = (str(phase), _NUMBER.sub("#", line))
-        cause = by_key.setdefault(key, Cause(phase=key[0], example=error or line, count=0, forms=0))
-        cause.count += count
-        lines.setdefault(key, set()).add(line)
+        line_without_numbers = _NUMBER.sub("#", line)
+        key = (str(phase), line_without_numbers)
+        cause = by_key.setdefault(key, Cause(phase=str(phase), example=error or line, count=0, forms=0))
+        cause.count += episodes
+        lines_of_key.setdefault(key, set()).add(line)
     for key, cause in by_key.items():
-        cause.forms = len(lines[key])
+        cause.forms = len(lines_of_key[key])
     return sorted(by_key.values(), key=lambda cause: -cause.count)
 
 

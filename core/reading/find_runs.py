@@ -82,7 +82,7 @@ class FoundRuns:
                     raise RunError(
                         f"There is no run at {path}.", "Name a run folder, a records file, or a folder of runs."
                     )
-                continue
+                continue  # it was removed, and may come back
             newest = sorted(_run_folders_below(path, DEPTH), key=_changed)[-MOST_RUNS:]
             if strict and not newest:
                 raise RunError(
