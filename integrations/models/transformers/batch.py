@@ -28,6 +28,7 @@ from cotune.integrations.models.transformers.decode import DecodeStep, is_usual
 from cotune.integrations.models.transformers.draw import RowParams, change_logits, draw, likeliest, uniforms
 from cotune.integrations.models.transformers.lora import LoraRows
 from cotune.integrations.models.transformers.prefill import (
+    cache_argument,
     find_shared_stems,
     group_by_length,
     image_shift,
@@ -104,6 +105,7 @@ class Batch:
         )
         """Whether all layers attend to all tokens of a row, so that one mask fits all."""
         self._can_share_columns = uses_rows_attention and self._one_mask
+        self._cache_argument = cache_argument(model)
         self._step: Callable[[Tensor, RowCache, SharedColumns | None], Tensor] = self._library_step
         if self._can_share_columns and is_usual(model):
             self._step = DecodeStep(model, self.lora)
@@ -336,7 +338,7 @@ class Batch:
             input_ids=tokens.unsqueeze(1),
             attention_mask=mask,
             position_ids=cache.positions(),
-            past_key_values=cache,
+            **{self._cache_argument: cache},
             use_cache=True,
             **options,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -104,11 +105,17 @@ def prefill(
         input_ids=torch.as_tensor(ids, device=model.device),
         attention_mask=None if mask.all() else torch.as_tensor(mask, device=model.device),
         **inputs,
-        past_key_values=cache,
+        **{cache_argument(model): cache},
         use_cache=True,
         logits_to_keep=1,
     )
     return cache, out.logits[:, -1]
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which the model's forward pass takes its cache. transformers 5.24 renamed it to `cache`; earlier
+    versions, and models whose code lies in their own folder, call it `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def image_shift(model: Any) -> Tensor | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cotune.errors import ConfigError
 from cotune.integrations.models.transformers.prefill import (
     LEAST_SAVED_TOKENS,
+    cache_argument,
     find_shared_stems,
     group_by_length,
     join_states,
@@ -154,6 +155,19 @@ class Talk:
         return found
 
 
+def test_the_cache_is_passed_under_the_name_that_the_model_has_for_it() -> None:
+    class Newer:
+        def forward(self, input_ids: Any, cache: Any = None) -> None: ...
+
+    class Older:
+        def forward(self, input_ids: Any, past_key_values: Any = None) -> None: ...
+
+    assert cache_argument(Newer()) == "cache"
+    assert cache_argument(Older()) == "past_key_values"
+
+
+# transformers 5.24 warns of the older name of the cache.
+@pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2", "bloom", "qwen3-sliding"])
 def test_answers_are_the_same_with_what_is_kept(architecture: str, tmp_path: Path) -> None:
     tiny_models.build(architecture, tmp_path)
