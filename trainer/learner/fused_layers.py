@@ -23,6 +23,8 @@ log = logging.getLogger("cotune")
 
 ROTARY = "apply_rotary_pos_emb"
 """The name in transformers of the function that rotates queries and keys."""
+RENAMES_ARGUMENTS = "transformers.utils.deprecation"
+"""The module in transformers whose wrappers translate arguments that were renamed."""
 SILU = ("SiLU", "SiLUActivation")
 """The names of this function in torch and transformers."""
 NARROW = 256
@@ -108,6 +110,9 @@ def _is_gated(module: Any) -> bool:
 def _rotary_forward(module: Any) -> FunctionType | None:
     """Return the `forward` of an attention that rotates its queries and keys by `ROTARY`; None for other modules."""
     forward = type(module).forward
+    # transformers 5.24 wraps `forward` in a function that only translates the older name of an argument.
+    if getattr(forward, "__globals__", {}).get("__name__") == RENAMES_ARGUMENTS:
+        forward = forward.__wrapped__
     if not isinstance(forward, FunctionType) or not hasattr(module, "head_dim"):
         return None
     calls_rotation = ROTARY in forward.__code__.co_names and ROTARY in forward.__globals__
