@@ -39,6 +39,7 @@ class Environment:
 
 _OPENAI = (
     "tests/integrations/apps/openai/test_[!a]*.py",
+    "tests/integrations/apps/openai/test_answer_models.py",
     "tests/integrations/apps/openai/test_answers.py",
 )
 _LANGGRAPH = ("tests/integrations/apps/langgraph/",)
