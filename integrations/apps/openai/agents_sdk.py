@@ -71,7 +71,7 @@ class AgentModel(Proxy):
         caller = _caller(self._cotune_owner)
         with called_by(caller):
             response = await self._cotune_inner.get_response(*args, **options)
-        _has_answered(caller)
+        _close_caller(caller)
         return response
 
     async def stream_response(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
@@ -81,7 +81,7 @@ class AgentModel(Proxy):
         async with aclosing(step_inside(lambda: called_by(caller), source)) as events:
             async for event in events:
                 yield event
-        _has_answered(caller)
+        _close_caller(caller)
 
 
 def _get_model(original: Any) -> Any:
@@ -118,8 +118,8 @@ def _name(agent: Any) -> str:
     return str(getattr(agent, "name", None) or "app")
 
 
-def _has_answered(caller: CallerContext) -> None:
-    """Close the caller of an answered call. Warns if no request of the SDK was seen."""
+def _close_caller(caller: CallerContext) -> None:
+    """Close the caller of an answered call. Warns if the OpenAI SDK sent no request for the call."""
     caller.done = True
     episode: LiveEpisode | None = current_episode.get()
     if episode is not None and not caller.calls:

@@ -208,7 +208,10 @@ class Proxy:
         """Open the call of a request in its episode. When the episode ends, it cancels this request."""
         scope = passage.scope
         identity = caller_identity(scope, passage.address, self.role_header)
-        session = self.episodes.config.split.of(scope) if identity.episode is None else None
+        session = None
+        if identity.episode is None:
+            # The request names no episode. The user's settings may assign it to one.
+            session = self.episodes.config.split.of(scope)
         episode = self.episodes.live(identity.episode)
         if episode is not None and episode.responder is not None:
             check_sampling(body)
@@ -220,11 +223,13 @@ class Proxy:
             passage.exchange.call.cancel_by(functools.partial(loop.call_soon_threadsafe, task.cancel))
 
     async def _answer_with_policy(self, passage: _Passage) -> bool:
-        """Answer with a policy of the episode. Returns False if the provider plays the role."""
+        """Answer with a policy of the episode. Returns False if no policy plays the role, so that the provider must
+        answer.
+        """
         exchange = passage.exchange
         assert exchange is not None
         call = exchange.call
-        cancel_request = call.cancel  # `answer` replaces it
+        cancel_request = call.cancel  # `answer` replaces it, so it is set again below
         assert cancel_request is not None
         try:
             reply = await answer(call)

@@ -69,12 +69,13 @@ def running(
     listener = _bind(host, port)
     ready: Future[tuple[uvicorn.Server, T]] = Future()
     given_up: Future[None] = Future()  # done if the caller leaves before the server is ready
-    # Not the thread's own `join`: once that was interrupted, it takes a running thread for an ended one.
+    # `join` of a thread is not used. After an interrupted `join`, Python takes the running thread for an ended one.
     ended = threading.Event()
 
-    def run() -> None:
-        """Serve in this thread until the server is stopped. An error before it is ready goes to the thread that waits
-        for it.
+    def run_server() -> None:
+        """Serve in this thread until the server is stopped.
+
+        `ready` passes the server, or an error that came before the server was ready, to the thread that waits for it.
         """
         try:
             with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
@@ -93,7 +94,7 @@ def running(
         finally:
             ended.set()
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run_server, name=name, daemon=True).start()
     try:
         bound_port = listener.getsockname()[1]
         host_in_url = f"[{host}]" if ":" in host else host

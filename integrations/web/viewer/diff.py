@@ -47,7 +47,8 @@ def diff_page(viewer: Viewer, request: Request) -> Response:
         right = candidates.get(query["b"])
     else:
         others = [candidate for candidate in candidates.values() if candidate.id != query["a"]]
-        right = next((candidate for candidate in others if candidate.chosen), others[0] if others else None)
+        chosen = [candidate for candidate in others if candidate.chosen]
+        right = next(iter([*chosen, *others]), None)
     if left is None or (query.get("b") and right is None):
         raise HTTPException(404, "There is no such candidate.")
     left_text = _text(left)

@@ -92,6 +92,7 @@ def show_evaluation(
     counts = {name: len(tasks_of_kind(tasks, name)) for name in KINDS}
     rows = tasks_of_kind(tasks, kind)
     shown = tuple(rows[first : first + size])
+    records = run.records_of(evaluation)  # None if its episodes were not kept
     return ShownEvaluation(
         evaluation=evaluation,
         label=label,
@@ -101,7 +102,7 @@ def show_evaluation(
         total=len(rows),
         counts={"all": len(tasks), **counts},
         failures={name: tuple(_failures(name, mode.failed)) for name, mode in modes.items() if mode.failed},
-        place=records.name if (records := run.records_of(evaluation)) else "",
+        place=records.name if records else "",
         episodes=episodes_of_modes(run, evaluation, [row.task for row in shown]),
     )
 

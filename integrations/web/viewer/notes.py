@@ -77,10 +77,13 @@ def notes_page(viewer: Viewer, request: Request) -> Response:
 
 
 def _find_target(run: OpenedRun, id: str) -> tuple[CallRecord, Candidate] | str | None:
-    """The candidate with this id and its call, or the id itself if it is an episode's; None for an unknown id."""
-    call_id, dot, _ = id.rpartition(".")
-    if not dot:
+    """The object of a note: for the id of a candidate its call and the candidate, for the id of an episode the id.
+
+    None for an unknown id.
+    """
+    if "." not in id:  # the id of a candidate is `CALL.INDEX`
         return id if run.figures.has_episode(id) else None
+    call_id = id.rpartition(".")[0]
     try:
         call = run.figures.call(call_id)
     except RecordError:

@@ -217,13 +217,16 @@ def _ticks(seconds: float, scale: float) -> Iterator[Tick]:
 
 
 def _arrow_path(read: Bar, reader: Bar) -> str:
-    """The curve from the right edge of the call that was read to the left edge of its reader."""
-    x1 = read.x + read.width
-    y1 = read.y + ROW / 2 - 2
-    x2 = reader.x
-    y2 = reader.y + ROW / 2 - 2
-    bend = max(12.0, abs(x2 - x1) / 2)
-    return f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {y1:.1f} {x2 - bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}"
+    """The SVG path of a curve from the right edge of the call that was read to the left edge of its reader."""
+    start_x = read.x + read.width
+    start_y = read.y + ROW / 2 - 2
+    end_x = reader.x
+    end_y = reader.y + ROW / 2 - 2
+    bend = max(12.0, abs(end_x - start_x) / 2)
+    return (
+        f"M{start_x:.1f} {start_y:.1f}C{start_x + bend:.1f} {start_y:.1f} "
+        f"{end_x - bend:.1f} {end_y:.1f} {end_x:.1f} {end_y:.1f}"
+    )
 
 
 class Node(msgspec.Struct, frozen=True):
