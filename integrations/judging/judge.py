@@ -66,6 +66,17 @@ def _show_episodes(episodes: Sequence[FinishedEpisode], task: Any) -> _Shown:
     )
 
 
+def _check_costs(price: tuple[float, float] | None, max_cost: float | None) -> None:
+    """Raise ConfigError for a price that is no pair of numbers from 0, or for a `max_cost` that cannot be kept."""
+    if price is not None and (len(price) != 2 or not all(number >= 0 for number in price)):
+        fault = "must be the prices of a million prompt and completion tokens"
+        raise ConfigError("Judge.price", price, fault, "For example: price=(0.15, 0.6).")
+    if max_cost is not None and price is None:
+        raise ConfigError("Judge.max_cost", max_cost, "needs a price", "For example: price=(0.15, 0.6).")
+    if max_cost is not None and not max_cost > 0:
+        raise ConfigError("Judge.max_cost", max_cost, "must be a number above 0")
+
+
 class Judge(Ranking):
     """Ranks siblings with a model, in one request for all of them.
 
@@ -115,16 +126,10 @@ class Judge(Ranking):
         if (model is None) == (role is None):
             fault = "is missing" if model is None else "cannot be used with role"
             raise ConfigError("Judge.model", model, fault, "Name a model, or a role of the run.")
-        if price is not None and (len(price) != 2 or not all(number >= 0 for number in price)):
-            fault = "must be the prices of a million prompt and completion tokens"
-            raise ConfigError("Judge.price", price, fault, "For example: price=(0.15, 0.6).")
-        if max_cost is not None and price is None:
-            raise ConfigError("Judge.max_cost", max_cost, "needs a price", "For example: price=(0.15, 0.6).")
-        if max_cost is not None and not max_cost > 0:
-            raise ConfigError("Judge.max_cost", max_cost, "must be a number above 0")
         if role is not None and (settings.max_calls, max_cost, price, base_url, api_key) != (None,) * 5:
             fault = "cannot be used with max_calls, max_cost, price, base_url or api_key: a policy of the run answers"
             raise ConfigError("Judge.role", role, fault)
+        _check_costs(price, max_cost)
         self.rubric = rubric
         self.model = model
         self.role = role
