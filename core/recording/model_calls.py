@@ -12,7 +12,6 @@ import functools
 import selectors
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from cotune.records.answers import Answer
 from cotune.records.failure_cause import is_refused_request
 from cotune.records.structs import CallStatus
 from cotune.runtime.loop_watch import running_context
+from cotune.runtime.thread_frames import thread_frame
 from cotune.runtime.user_code import context_value
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
@@ -315,8 +315,7 @@ def _frame_of_wait(loop: asyncio.AbstractEventLoop) -> FrameType | None:
 
     The frame identifies the wait: if it is the same at a later check, the thread still waits at the same place.
     """
-    thread_id = getattr(loop, "_thread_id", None) or 0  # None while the loop does not run
-    frame = sys._current_frames().get(thread_id)
+    frame = thread_frame(getattr(loop, "_thread_id", None))  # None while the loop does not run
     if frame is None or not frame.f_code.co_filename.endswith(_FILES_THAT_WAIT):
         return None  # the thread computes
     caller: FrameType | None = frame

@@ -12,7 +12,6 @@ import contextvars
 import functools
 import logging
 import signal
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Iterator
@@ -21,6 +20,7 @@ from typing import TypeVar
 
 from cotune.runtime.process_exit import end_process
 from cotune.runtime.process_state import state_of_loop
+from cotune.runtime.thread_frames import thread_frame
 from cotune.runtime.user_code import Stopped, contain_errors, thread_place, user_code
 
 log = logging.getLogger("cotune")
@@ -137,8 +137,8 @@ class _Watch:
         interrupted_at = 0.0  # 0 if no interruption is pending
         while not over.wait(INTERVAL):
             blocked_seconds = self._overdue()
-            frame = sys._current_frames().get(main_thread)
-            context = running_context(frame) if blocked_seconds else None
+            frame = thread_frame(main_thread) if blocked_seconds else None
+            context = running_context(frame)
             culprit = context.get(user_code, "") if context else ""
             if not culprit:
                 interrupted_at = 0.0

@@ -13,6 +13,7 @@ import time
 from typing import NoReturn
 
 from cotune.runtime.run_context import current_run
+from cotune.runtime.thread_frames import thread_frame
 from cotune.runtime.user_code import thread_place
 from cotune.terminal import harmless
 
@@ -68,8 +69,7 @@ def _end_without_threads(status: int) -> None:
     if not running:
         return
     if not is_interrupted:
-        frames = sys._current_frames()
-        places = [f"{thread.name} at {thread_place(frames.get(thread.ident or 0))}" for thread in running[:3]]
+        places = [f"{thread.name} at {thread_place(thread_frame(thread.ident))}" for thread in running[:3]]
         count = f"{len(running)} threads of the application still run"
         print_line(f"{count}, the process ends without them: {'; '.join(places)}.")
     # `_exit` skips the functions of atexit, and Python calls them only after all threads have ended.

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from cotune.errors import error_text
 from cotune.runtime.forks import end_child
 from cotune.runtime.process_state import state_of_loop
+from cotune.runtime.thread_frames import thread_frame
 
 T = TypeVar("T")
 
@@ -108,8 +109,7 @@ class AppThread:
             return await future
         except asyncio.CancelledError as error:
             if self.busy:  # the function cannot be stopped
-                frame = sys._current_frames().get(self._thread.ident or 0)
-                error.add_note(f"its thread goes on at {thread_place(frame)}")
+                error.add_note(f"its thread goes on at {thread_place(thread_frame(self._thread.ident))}")
             raise
 
     def end(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 import time
 import traceback
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 from cotune.errors import ConfigError, CotuneError, error_line
 from cotune.integrations.cluster.process import end_processes, ray_reason, this_node
+from cotune.runtime.thread_frames import thread_frame
 from cotune.user_objects import load_object
 
 Location = tuple[str, str, int]
@@ -69,7 +69,7 @@ class Worker:
 
     def where(self) -> str:
         """Function, file and line of the present call; the innermost one outside of installed packages."""
-        frame = sys._current_frames().get(self._working or 0)
+        frame = thread_frame(self._working)
         if frame is None:
             return "no call"
         stack = list(traceback.extract_stack(frame))

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from cotune.records.structs import Record
 from cotune.records.wire import pack
 from cotune.runtime.loop_watch import running_context
 from cotune.runtime.run_context import RunContext, current_run
+from cotune.runtime.thread_frames import thread_frame
 from cotune.runtime.user_code import thread_place
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.trainer.rollout.process_reaper import start_reaper
@@ -75,7 +75,7 @@ class RolloutWorker:
         if blocked < _BLOCKED_SECONDS:
             return Heartbeat(overdue=overdue)
         # The stack of the loop's thread shows which episode blocks it.
-        frame = sys._current_frames().get(self._thread.ident or 0)
+        frame = thread_frame(self._thread.ident)
         context = running_context(frame)
         culprit = context.get(current_run, RunContext()).request if context else None
         return Heartbeat(blocked=blocked, culprit=culprit or None, where=thread_place(frame), overdue=overdue)
