@@ -211,9 +211,9 @@ def test_what_the_first_pass_saw_of_each_token_is_told(opened, base):
 
 
 @maths
-def test_a_row_is_noted_once(opened, base, monkeypatch):
+def test_the_figures_of_a_row_are_added_once(opened, base, monkeypatch):
     noted = []
-    monkeypatch.setattr(UpdateTokens, "note", lambda tokens, rows, own: noted.extend(rows))
+    monkeypatch.setattr(UpdateTokens, "add_figures", lambda tokens, rows, own: noted.extend(rows))
     opened(base, settings=change(FAST, mini_batch=4)).update("a", make_rows())
     assert sorted(noted) == list(range(12))
 
