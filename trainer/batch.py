@@ -178,7 +178,7 @@ def _no_sample_error(run: RolloutRun, batch: Batch) -> GroupError:
     fix = "Fix this"
     if misses_outcomes(run, batch):
         sentences.append(NO_OUTCOME)
-        fix = GIVE_OUTCOMES.format(name=run.workflow.name)
+        fix = GIVE_OUTCOMES.format(name=run.workflow.variable)
     return GroupError(
         " ".join(sentence for sentence in sentences if sentence),
         f"{fix}, then continue with --resume; see the episodes with: cotune show {run.folder.path}.",

@@ -221,7 +221,7 @@ def _outcome_notes(run: RolloutRun, batch: Batch) -> list[str]:
     """Return a note if the step would learn from outcomes, but no episode has one."""
     if not misses_outcomes(run, batch):
         return []
-    return [f"{NO_OUTCOME} {GIVE_OUTCOMES.format(name=run.workflow.name)}."]
+    return [f"{NO_OUTCOME} {GIVE_OUTCOMES.format(name=run.workflow.variable)}."]
 
 
 def _refill_notes(rolled: RolledOut) -> list[str]:

@@ -105,7 +105,7 @@ def train(
         raise ConfigError("tasks", None, "is missing", "Pass --tasks FILE.")
     all_tasks = [] if tasks is None else as_tasks(tasks)
     if not chosen.from_records:
-        _, recipes, _ = resolve_plan(chosen, list(flow.scorers), flow.name)
+        _, recipes, _ = resolve_plan(chosen, list(flow.scorers), flow.variable)
         check_curriculum(chosen.curriculum, all_tasks)
         check_refill(chosen, recipes.every)
         check_privileged(recipes, all_tasks)

@@ -52,6 +52,9 @@ class Workflow:
     """Edits the prompts of its calls."""
     episode_judge: EpisodeJudge | None = None
     """Compares the finished episodes of a task and gives each its outcome."""
+    variable: str = "solve"
+    """The variable of the application that holds the workflow, for remedies such as `@solve.scorer(role)`. It differs
+    from `name` if the workflow is a graph, team, crew or flow."""
 
     @property
     def compares(self) -> bool:
@@ -247,7 +250,7 @@ def workflow(
     if not takes(app, 1):
         remedy = "Take the task's input as the only required argument."
         raise WorkflowError(f"The workflow {_name(app)} cannot be called with one argument.", remedy)
-    return _attach(app, _name(app), names_role)
+    return _attach(app, _name(app), names_role, variable=_name(app))
 
 
 def workflow_of(obj: object) -> Workflow:
@@ -274,9 +277,11 @@ def load_workflow(spec: str) -> Workflow:
     def is_workflow(value: Any) -> bool:
         return isinstance(getattr(value, "cotune", None), Workflow)
 
-    return workflow_of(
+    flow = workflow_of(
         load_object("app", spec, "cotune train app:solve", kind="workflows", is_wanted=is_workflow, remedy=remedy)
     )
+    flow.variable = spec.rpartition(":")[2]
+    return flow
 
 
 def load_roles(spec: str) -> RolesFunction:
@@ -298,9 +303,9 @@ def _name_of_graph(app: object) -> str:
     return app.__name__ if isinstance(app, type) else "graph"
 
 
-def _attach(fn: Any, name: str, roles: RolesFunction | None) -> Any:
+def _attach(fn: Any, name: str, roles: RolesFunction | None, variable: str = "solve") -> Any:
     """Attach a new workflow to the function that runs it."""
-    flow = Workflow(name, fn, roles=roles)
+    flow = Workflow(name, fn, roles=roles, variable=variable)
     try:
         fn.cotune = flow
         fn.scorer = flow.scorer

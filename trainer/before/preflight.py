@@ -66,7 +66,7 @@ async def preflight(
     WorkflowError if the application makes no call, if the workflow fails on every task, or if a scorer fails on every
     call. Raises ConfigError for a misspelt reward or role, and if no role with a scorer calls under plan tree.
     """
-    plan, recipes, _plan_text = resolve_plan(config, list(workflow.scorers), workflow.name)
+    plan, recipes, _plan_text = resolve_plan(config, list(workflow.scorers), workflow.variable)
     responder = _untrained_responder(config, workflow, sampler, chats)
     parts = Parts()
     outcomes = await _run_first_episodes(config, workflow, tasks, store, responder, parts, say)
@@ -99,7 +99,7 @@ async def preflight(
 
     # 3. The policies, and whether the rewards can train them.
     able = recipes.able(workflow.scorers)
-    policies = resolve_policies(config, [*rewards, *expected_roles], scored=able, workflow=workflow.name)
+    policies = resolve_policies(config, [*rewards, *expected_roles], scored=able, workflow=workflow.variable)
     rewards_of_episodes = list(store.rewards(episode.id for episode in episodes).values())
     unknown_components: set[str] = set()
     for outcome in outcomes:
@@ -115,7 +115,7 @@ async def preflight(
         if plan.kind != "tree" and not has_endless_episode:
             raise WorkflowError(
                 f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
-                f"Return a reward, add @{workflow.name}.judge, or use --plan tree where the roles have scorers.",
+                f"Return a reward, add @{workflow.variable}.judge, or use --plan tree where the roles have scorers.",
             )
     components = sorted(unknown_components.union(*rewards_of_episodes))
     for recipe, _roles in recipes.by_recipe(policies.learning):
@@ -139,7 +139,7 @@ def _untrained_responder(
 ) -> PolicyResponder:
     """A responder that answers every role with the untrained model of its policy. Under plan tree it draws two
     candidates per call, the fewest that show how candidates are compared."""
-    plan, recipes, _plan_text = resolve_plan(config, list(workflow.scorers), workflow.name)
+    plan, recipes, _plan_text = resolve_plan(config, list(workflow.scorers), workflow.variable)
     return PolicyResponder(
         sampler,
         chats.own,

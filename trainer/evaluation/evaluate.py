@@ -371,7 +371,7 @@ def _goal(subject: Subject, configs: Mapping[Path, TrainConfig], app: Workflow) 
     if config.from_records:  # such a recipe weighs no rewards
         return goal_of(None, config.on_failure), ""
     try:
-        _plan, recipes, _plan_text = resolve_plan(config, sorted(app.scorers), app.name)
+        _plan, recipes, _plan_text = resolve_plan(config, sorted(app.scorers), app.variable)
     except ConfigError as error:
         note = f"Rewards are the plain sum, as the run's recipe does not fit this workflow: {error}"
         return goal_of(None, config.on_failure), note

@@ -70,7 +70,7 @@ async def open_run(
         config, division_notes = divide_run(config, stack, is_importable=lambda: _is_importable(folder, workflow))
         teacher_config = without_sampler(config)
         config, chosen_precision, precision_notes = decide_precision(folder, config)
-        plan, recipes, plan_text = resolve_plan(config, list(workflow.scorers), workflow.name)
+        plan, recipes, plan_text = resolve_plan(config, list(workflow.scorers), workflow.variable)
         if plan.kind == "replay" and config.replay.tools == "frozen":
             start_freezing()
         saved = load_checkpoint(folder.checkpoints)

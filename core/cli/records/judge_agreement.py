@@ -93,10 +93,10 @@ def _require_scorers(workflow: Workflow, calls: Sequence[tuple[CallRecord, Task]
             "labels",
             role,
             f"is a role without a scorer; roles with one: {roles_with_scorer}",
-            f"Add @{workflow.name}.scorer({role!r}).",
+            f"Add @{workflow.variable}.scorer({role!r}).",
         )
     if episodes and workflow.episode_judge is None:
-        remedy = f"Add @{workflow.name}.judge, or leave those labels out."
+        remedy = f"Add @{workflow.variable}.judge, or leave those labels out."
         raise ConfigError("labels", episodes[0].id, "is an episode, and the workflow has no judge of episodes", remedy)
 
 

@@ -48,7 +48,7 @@ def run(a: argparse.Namespace) -> int:
     """
     flow = load_workflow(a.workflow)
     if not flow.scorers and flow.episode_judge is None:
-        remedy = f"Add @{flow.name}.scorer(role) or @{flow.name}.judge."
+        remedy = f"Add @{flow.variable}.scorer(role) or @{flow.variable}.judge."
         raise ConfigError("workflow", a.workflow, "has no scorer and no judge", remedy)
     if a.role is not None and a.role not in flow.scorers:
         roles = ", ".join(sorted(flow.scorers)) or "none"

@@ -212,6 +212,11 @@ def test_loads_by_module_and_by_file(folder: Path):
     assert load_workflow("an_app.py:solve") is load_workflow("an_app:solve")
 
 
+def test_a_workflow_knows_the_variable_that_holds_it(folder: Path):
+    assert workflow_of(module_level).variable == "module_level"
+    assert load_workflow("an_app:Box.inner").variable == "Box.inner"
+
+
 def test_loads_a_file_from_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir("/")
     assert load_workflow(f"{folder}/an_app.py:solve").fn(None) == 7

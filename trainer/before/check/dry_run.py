@@ -190,7 +190,7 @@ def _read_input(
     all_tasks = as_tasks(tasks)
     say("loading the application ...")
     flow = workflow_of(workflow).named_by(config.roles_by)
-    plan, recipes, plan_text = resolve_plan(config, list(flow.scorers), flow.name)
+    plan, recipes, plan_text = resolve_plan(config, list(flow.scorers), flow.variable)
     check_curriculum(config.curriculum, all_tasks)
     check_refill(config, recipes.every)
     return Subject(
@@ -252,7 +252,7 @@ def _forecast_training(subject: Subject, runs: CheckedRuns, store: Store, watch:
     try:
         if calls:
             all_roles = sorted({*not_called_yet, *(call.role for call in calls)})
-            policies = resolve_policies(config, all_roles, scored=subject.able, workflow=flow.name)
+            policies = resolve_policies(config, all_roles, scored=subject.able, workflow=flow.variable)
     except ConfigError as error:
         policy_findings = [blocking_finding(error, "policies")]
     roles = list(roles_of(calls, policies, flow, subject.able))
@@ -304,7 +304,7 @@ def _find_all(
     if flow.episode_judge is not None:
         findings.append(Finding("note", "judge", "it was not asked: a dry run invents its outcomes."))
     findings += [
-        *run_findings.role_findings(roles, training.idle, flow.name),
+        *run_findings.role_findings(roles, training.idle, flow.variable),
         *common_findings.scorer_findings(flow, calls, rare),
     ]
     unlisted = [role for role in runs.invented if role not in config.roles]

@@ -70,6 +70,15 @@ def node(name: str) -> Any:
     return run
 
 
+def test_a_scorer_is_missed_by_the_variable_of_a_graph_not_by_the_graphs_name() -> None:
+    graph = StateGraph(State).add_node("writer", node("write")).add_node("critic", node("criticize"))
+    graph.add_edge(START, "writer").add_edge("writer", "critic")
+    solve = of(graph.compile(name="crew"))
+    solve.scorer("writer")(lambda candidate, call, task: 1.0)
+    remedies = [finding.remedy for finding in dry(solve).findings if finding.about == "critic" and finding.remedy]
+    assert remedies == ['Add @solve.scorer("critic"), or use --plan independent.']
+
+
 def test_a_fan_out_over_a_made_up_list_runs_and_temperature_0_blocks_nothing() -> None:
     def plan(state: State) -> dict[str, Any]:
         return {"plan": ChatOpenAI(model="m", temperature=0).with_structured_output(Plan).invoke("plan").steps}
