@@ -13,7 +13,7 @@ from examples.designed_team.app import INSTRUCTION, Agent, agent_messages, desig
 from examples.designed_team.tasks import OPERATIONS, OPERATIONS_OF_A_TASK, SIZE, apply
 from examples.tiny_model import Demonstration, build_base, build_by_command
 
-STEPS = 150
+STEPS = 600
 SIZE_OF_MODEL = {"hidden_size": 64, "intermediate_size": 128}
 """0.1M parameters."""
 NAMES = ("flipper", "ada", "bob", "cleo", "dan", "solver")

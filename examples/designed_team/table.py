@@ -117,7 +117,7 @@ def main() -> None:
     """Make the runs that are not recorded yet, and print all results."""
     parser = run_parser(__doc__, "runs/designed_team")
     parser.set_defaults(seeds="0,1,2,3,4")
-    parser.add_argument("--steps", type=int, default=24, help="4 or more (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=80, help="4 or more (default: %(default)s)")
     options = parser.parse_args()
     results = KeptResults(options, "steps")
     for seed in map(int, options.seeds.split(",")):
