@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -101,6 +100,8 @@ def started(
             with suppress(httpx.TransportError):
                 httpx.get(f"http://127.0.0.1:{port}/health", timeout=1)
                 break
+            if process.poll() is not None:
+                raise SystemExit(f"{python} {' '.join(command)} ended with status {process.returncode}.")
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
@@ -241,7 +242,7 @@ def main() -> None:
         return
     port = free_port()
     with (
-        started([str(Path(__file__).resolve()), "--mock", str(port)], port) as (provider, _),
+        started(["-m", "benchmarks.gateway", "--mock", str(port)], port) as (provider, _),
         gateway_client(provider, options.client, sys.executable) as (through, gateway, process),
     ):
         if options.clients:
