@@ -145,7 +145,8 @@ def try_flex(
     kernel, or if memory runs out. It is not chosen either if it computes other values or is not clearly faster.
     """
     try:
-        # Kernels are compiled for trees of any size, but specially for one block. The last tree is the timed one.
+        # Compare values on three trees: the compiler makes one kernel for trees of one block, and another one for all
+        # larger trees. The last tree, which is the largest, is also used to compare times.
         for sequences in (one_block(), two_turns(16), two_turns(SCALE)):
             tree = token_tree(sequences)
             states = _random_states(shape, len(tree.tokens), device, dtype)
@@ -178,16 +179,19 @@ def one_block() -> list[list[int]]:
 
 
 def two_turns(scale: int) -> list[list[int]]:
-    """A prompt with eight answers. A second turn continues one of them, with eight answers of its own.
+    """Return the token sequences of two turns: a prompt with eight answers, and a second prompt, which continues the
+    first answer, with eight answers of its own.
 
-    The tree has 32 times `scale` tokens.
+    Their tree has 32 times `scale` tokens.
     """
-    token = 0
+    next_token = 0
 
     def new_tokens(count: int) -> list[int]:
-        nonlocal token
-        token += count
-        return list(range(token - count, token))
+        """Return token ids that no earlier call has returned, so that sequences share only their prompts."""
+        nonlocal next_token
+        first = next_token
+        next_token += count
+        return list(range(first, next_token))
 
     prompt = new_tokens(8 * scale)
     answers = [new_tokens(3 * scale // 2) for _ in range(8)]
@@ -216,11 +220,11 @@ def _forward_and_backward(attention: Attention, states: States) -> list[Tensor]:
 
 
 def _check_equal(flex: FlexAttention, blocks: BlockedAttention, states: States) -> None:
-    """Raise _OtherValues unless both kinds of attention have equal gradients and outputs, the latter also without
-    gradients."""
-    computed = _forward_and_backward(flex, states)
+    """Raise _OtherValues unless both kinds of attention have equal outputs and gradients."""
+    computed = _forward_and_backward(flex, states)  # the output, then gradients
     expected = _forward_and_backward(blocks, states)
-    with torch.no_grad():  # FlexAttention then uses another kernel
+    # FlexAttention has another kernel for passes without gradients. Its output must be the same.
+    with torch.no_grad():
         computed.append(flex(*states, None))
         expected.append(expected[0])
     tolerance = TOLERANCE.get(states[0].dtype, HALF_TOLERANCE)

@@ -200,12 +200,16 @@ class PassPlan:
         return self._cuts_by_budget[budget]
 
     def _find_cuts(self, budget: int) -> list[int]:
-        """Compute `_cuts` for a budget."""
+        """Return the index of the first row of each pass of at most `budget` tokens, and, at the end, the number of
+        rows."""
         if self._shared:
             return cuts_within(self._lengths, self._common, budget)
+        if not self._indices:
+            return [0]
         cuts = [0]
-        # Lengths rise, so the row at `place` is the longest of its pass, and the others are padded to it.
-        for place, length in enumerate(self._lengths.tolist()):
-            if place > cuts[-1] and (place - cuts[-1] + 1) * length > budget:
-                cuts.append(place)
-        return [*cuts, len(self._indices)] if self._indices else [0]
+        for row, length in enumerate(self._lengths.tolist()):
+            # Lengths rise, so this row is the longest of its pass so far, and the others are padded to its length.
+            rows_with_this = row - cuts[-1] + 1
+            if rows_with_this > 1 and rows_with_this * length > budget:
+                cuts.append(row)
+        return [*cuts, len(self._indices)]

@@ -110,10 +110,10 @@ class GradientChecks:
     def after_step(self) -> None:
         """Compare the entries with their values before the step. Raises LearnerError if an entry has not changed
         although its step was too large to be rounded away."""
-        no_gradients = all(parameter.grad is None for parameter in self.pending.values())
         # A step whose gradients are all zero says nothing about the tensors, so it is not counted. A step without any
-        # gradient is, because `after_update` reports it.
-        if self._watched or no_gradients:
+        # gradient is counted, because `after_update` must report it.
+        has_no_gradients = all(parameter.grad is None for parameter in self.pending.values())
+        if self._watched or has_no_gradients:
             self.steps += 1
         # Whether each watched entry is unchanged, as the rank sees it that has the entry.
         unchanged_here = [
@@ -139,15 +139,15 @@ class GradientChecks:
                 del self.pending[name]
 
     def after_update(self, policy: str) -> dict[str, float]:
-        """Return the metrics of the update. A step is lost if it is below half a unit in the last place of its entry,
-        so that rounding removes it.
+        """Return metrics about lost steps of the update. The step of an entry (a single weight) is lost if rounding
+        removes it: it is below half a unit in the entry's last place.
 
-        - `lost_tensors`: the number of tensors that no step has changed yet
+        - `lost_tensors`: the number of tensors whose entries have all lost their steps so far
         - `lost_share`: the share of entries with a lost step, over the tensors that were checked; absent if none was
         - `lost/<tensor>`, once for each tensor whose largest step was lost: this step, in half units
 
-        With passes in bfloat16, there are also `lost_share_bfloat16` and `lost_bfloat16/<tensor>` for its precision. A
-        pass sees these steps once several of them have added up in float32.
+        With passes in bfloat16, `lost_share_bfloat16` and `lost_bfloat16/<tensor>` are about steps that are too small
+        for bfloat16. They are not lost for good: they add up in the float32 weights until a pass sees them.
 
         Raises LearnerError if a tensor has had no gradient although it should.
         """
@@ -165,11 +165,12 @@ class GradientChecks:
             )
 
         metrics = {"lost_tensors": float(len(self.lost))}
-        entries, lost, lost_in_bfloat16 = self._counts.tolist()
+        entries, lost_entries, lost_in_bfloat16 = self._counts.tolist()
         if entries:
-            metrics["lost_share"] = lost / entries
+            metrics["lost_share"] = lost_entries / entries
             if self._dtype == "bfloat16":
                 metrics["lost_share_bfloat16"] = lost_in_bfloat16 / entries
+        # The size of a lost step is returned only in the first update in which its tensor has lost one.
         for name, half_units in self._new_metrics.items():
             if name not in self._reported:
                 metrics[name] = half_units

@@ -58,7 +58,7 @@ def open_policy_models(
     device = torch.device("meta") if empty else _torch_device(device_name or settings.device)
     trained = [spec for spec in policies.specs.values() if spec.trained]
     models: dict[str, PolicyModel] = {}
-    adapters_of_base: dict[str, PolicyModel] = {}
+    policy_of_base: dict[str, PolicyModel] = {}  # a policy with an adapter, by the path of its base
     with torch.random.fork_rng(devices=[]):
         for index, spec in enumerate(trained):
             torch.manual_seed(seed + SEED_STRIDE * index)
@@ -68,8 +68,9 @@ def open_policy_models(
                 models[spec.name] = _open_full(spec, index, path, device, settings, has_reference=has_reference)
             else:
                 # Adapters of one base share its network.
-                policy = _open_adapter(spec, index, path, device, settings, adapters_of_base.get(path))
-                adapters_of_base[path] = models[spec.name] = policy
+                policy = _open_adapter(spec, index, path, device, settings, base_user=policy_of_base.get(path))
+                policy_of_base[path] = policy
+                models[spec.name] = policy
     if not models:
         kinds = {name: spec.kind for name, spec in policies.specs.items()}
         raise ConfigError("policies", kinds, "has nothing to train", "Add a policy of kind lora or full.")
@@ -77,9 +78,9 @@ def open_policy_models(
         for network in {id(policy.network): policy.network for policy in models.values()}.values():
             _check_head(network)
     if settings.shared_prompts:
-        for kind in sorted({type(p.network).__name__ for p in models.values() if not p.logprob_model.shares}):
-            why = "not every layer is full attention, or it sees images"
-            log.warning("%s: %s. Common beginnings of rows are computed for each row.", kind, why)
+        for architecture in sorted({type(p.network).__name__ for p in models.values() if not p.logprob_model.shares}):
+            reason = "not every layer is full attention, or it sees images"
+            log.warning("%s: %s. Common beginnings of rows are computed for each row.", architecture, reason)
     return models
 
 
@@ -101,15 +102,19 @@ def _open_adapter(
     path: str,
     device: torch.device,
     settings: LearnerSettings,
-    other: PolicyModel | None,
+    *,
+    base_user: PolicyModel | None,
 ) -> PolicyModel:
-    """Add the adapter of a `lora` policy to its base model. With `other`, a policy with the same base, both share the
-    network; without it, the base is loaded now."""
+    """Add the adapter of a `lora` policy to its base model at `path`.
+
+    `base_user` is a policy that uses the same base, if one is open already: both then share the network. Without it,
+    the base is loaded.
+    """
     adapter = f"policy{index}"
-    if other is not None:
+    if base_user is not None:
         with _built_on(device):
-            other.peft.add_adapter(adapter, _lora_config(spec, other.network))
-        return PolicyModel(spec, index, other.logprob_model, peft=other.peft, adapter=adapter)
+            base_user.peft.add_adapter(adapter, _lora_config(spec, base_user.network))
+        return PolicyModel(spec, index, base_user.logprob_model, peft=base_user.peft, adapter=adapter)
     base = _load(path, settings.precision, device, settings)
     with _built_on(device):
         peft = add_adapter(base, spec, adapter)
@@ -273,8 +278,8 @@ def add_adapter(network: Any, spec: PolicySpec, adapter: str) -> Any:
 def _check_head(network: Any) -> None:
     """Raises ConfigError unless the logits are the output embedding times the last hidden state.
 
-    Some models cap or scale the logits after the embedding. A cap changes small logits only slightly, so a hook makes
-    the embedding's outputs large.
+    Some models cap or scale the logits after the embedding. A cap changes small logits only slightly, so a hook
+    multiplies the embedding's outputs until the largest one is LARGE, and the model's logits must then be the same.
     """
     head = network.get_output_embeddings()
     ids = torch.tensor([[0, 1]], device=head.weight.device)
@@ -287,6 +292,7 @@ def _check_head(network: Any) -> None:
             logits = network(input_ids=ids, use_cache=False).logits
         finally:
             hook.remove()
+        # Divided by LARGE, the largest expected logit is 1, so the tolerance is a share of it.
         same = torch.allclose(logits.float() / LARGE, expected.float() / LARGE * factor, atol=1e-2, rtol=0.0)
     if not same:
         fault = "has other logits than its output embedding times the last hidden state"

@@ -125,7 +125,7 @@ class _ComputedPass(NamedTuple):
     loss: LossParts
     slope: Tensor
     """[N] the derivative of the loss by each token's log-probability."""
-    computed: int
+    computed_tokens: int
     """The number of tokens that went through the network."""
 
 
@@ -155,16 +155,19 @@ class LocalLearner:
         of rows in updates.
         """
         self._policies = dict(policies)
-        self._methods = methods = {name: own.get(name, PolicyTraining(settings, loss)) for name in policies}
+        methods = {name: own.get(name, PolicyTraining(settings, loss)) for name in policies}
+        self._methods = methods
         self._group = group or SingleProcess()
         self._lock = threading.RLock()
         self._profiler: torch.profiler.profile | None = None
         self._seen: dict[str, Mapping[str, CandidateTokens]] = {}
+        """The figures of tokens of the last update, by policy and id of row: see `seen`."""
         self._order = {name: torch.Generator().manual_seed(seed) for name in policies}
         self._optimizers = {name: build_optimizer(policy, methods[name].settings) for name, policy in policies.items()}
         self._critic = Critic({name: (p.width, methods[name].loss) for name, p in policies.items()}, self._group)
         self._passes = PassSizes(self._policies, settings, self._group, self._optimizers)
-        # After the passes were measured: small trees are padded for FlexAttention, which keeps as much per token.
+        # FlexAttention keeps as much memory for a token, but it pads small trees, and `PassSizes` measures with small
+        # trees. So it is chosen only after the measurement.
         for policy in self._policies.values():
             policy.choose_attention(self._group)
         trainable = {name: policy.parameters() for name, policy in policies.items()}
@@ -297,20 +300,21 @@ class LocalLearner:
         self, policy: str, update: Update, batches: Sequence[Sequence[int]], lr_scale: float
     ) -> OptimizerSteps:
         """Take one optimizer step for each mini-batch, with the sum of the gradients of its passes."""
-        size = self._passes[policy]
+        pass_size = self._passes[policy]
         steps = OptimizerSteps(
             norms=[0.0] * len(batches),
             losses=torch.zeros(len(batches), dtype=torch.float64, device=update.model.device),
         )
         for number, batch in enumerate(batches):
             self._count_skipped(update, batch)
-            if not any(update.passed[i] for i in batch):
-                continue  # an idle step: no row has an advantage
+            # `passed` says which rows go through the model. Without any, the step is idle and its norm stays 0.
+            if not any(update.passed[row] for row in batch):
+                continue
             backward = partial(self._backward, update, batch)
-            # If memory runs out, the gradients of the passes so far are dropped, and all passes are made again.
-            steps.losses[number] = size.run_in_memory(backward, reset=self._optimizers[policy].zero_grad)
-            steps.checkpointed += size.checkpointed
-            must_move = any(update.tokens.has_advantage[i] for i in batch)
+            # If memory runs out, the gradients of the passes so far are dropped, and smaller passes are made.
+            steps.losses[number] = pass_size.run_in_memory(backward, reset=self._optimizers[policy].zero_grad)
+            steps.checkpointed += pass_size.checkpointed
+            must_move = any(update.tokens.has_advantage[row] for row in batch)
             steps.norms[number] = self._step(policy, lr_scale, must_move=must_move)
         return steps
 
@@ -418,41 +422,46 @@ class LocalLearner:
                     raise RunError(f"{folder} holds no optimizer state of {name!r}.", "Use another checkpoint.")
 
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
-        """Divide the rows of a batch into passes, and return the row numbers of each pass of this rank. All ranks make
-        the same number of passes, so the last ones may have no rows."""
+        """Divide the rows of a batch into passes, and return the row numbers of each pass of this rank. Also switches
+        activation checkpointing on or off for these passes.
+
+        All ranks make the same number of passes, so the last ones may have no rows.
+        """
         group = self._group
         longest = max((len(tokens_of(rows[i])) for i in batch), default=0)
         shared = model.logprob_model.shares
-        size = self._passes[model.spec.name]
+        pass_size = self._passes[model.spec.name]
+        # All ranks must choose the same, so each of them plans with the rows of all ranks.
         plan = PassPlan(rows, batch, shared)
-        # The plan has the rows of all ranks, so that all ranks choose the same.
-        model.logprob_model.checkpointing.on = size.choose(longest, plan.computed)
+        model.logprob_model.checkpointing.on = pass_size.choose(longest, plan.computed)
         if group.size == 1:
-            return plan.passes(size.tokens)
-        return passes_of_rank(rows, batch, size.tokens, shared=shared, rank=group.rank, size=group.size)
+            return plan.passes(pass_size.tokens)
+        return passes_of_rank(rows, batch, pass_size.tokens, shared=shared, rank=group.rank, size=group.size)
 
     def _logprobs_before(
-        self, model: PolicyModel, tokens: UpdateTokens, split: Batches, passed: Sequence[bool]
+        self, model: PolicyModel, tokens: UpdateTokens, mini_batches: Batches, passed: Sequence[bool]
     ) -> Tensor | None:
-        """Compute log pi before the update, [N], for the tokens whose later passes need it; NaN for other tokens. None
-        if no token needs it.
+        """Compute log pi of the response tokens before the update, [N], with NaN for tokens that do not need it. If no
+        token does, returns None.
 
-        `split` has the row numbers of each mini-batch, in the order of the steps. The first one does not need log pi:
-        its own passes compute the same, as the weights have not changed yet. A loss with a mask needs log pi of all
-        rows, also of rows that are not `passed`. The passes are the same as in the update, because other passes round
-        differently in bfloat16.
+        `mini_batches` has the row numbers of each optimizer step, in order, and `passed` says which rows go through the
+        model in the update. The passes are divided as in the update, because other passes round differently in
+        bfloat16.
         """
         rows = tokens.rows
         has_mask = tokens.loss.mask != "none"
-        batches_before = split if has_mask else split[1:]
-        batches = [[row for row in batch if passed[row]] for batch in batches_before]
         if has_mask:
+            # The mask compares log pi with the sampler's for all rows, also for rows that no later pass computes.
+            batches = [[row for row in batch if passed[row]] for batch in mini_batches]
             batches.append([row for row in range(len(rows)) if not passed[row]])
+        else:
+            # The passes of the first step compute log pi themselves, while the weights have not changed yet.
+            batches = [[row for row in batch if passed[row]] for batch in mini_batches[1:]]
         if not any(batches):
             return None
         logprobs = self._logprobs(model, rows, [batch for batch in batches if batch])
         if not has_mask:
-            is_in_first_batch = torch.isin(tokens.row, torch.tensor(split[0]).long()).to(logprobs.device)
+            is_in_first_batch = torch.isin(tokens.row, torch.tensor(mini_batches[0]).long()).to(logprobs.device)
             logprobs.masked_fill_(is_in_first_batch, torch.nan)
         return logprobs
 
@@ -493,7 +502,8 @@ class LocalLearner:
             update.sums.skip(tokens.row[indices], to_device(tokens.sampler[indices], update.model.device))
 
     def _backward(self, update: Update, batch: Sequence[int]) -> Tensor:
-        """Add up the gradients of one mini-batch (numbers of rows). Returns this rank's part of its loss.
+        """Add the gradients of one mini-batch (numbers of rows) to the gradients of the weights. Returns this rank's
+        part of the mini-batch's loss.
 
         The loss stays on the device, so that the host queues all passes of a step without waiting for them.
         """
@@ -501,29 +511,33 @@ class LocalLearner:
         tokens = update.tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=model.device)
         computed_passes: list[_ComputedPass] = []
-        passed = [row for row in batch if update.passed[row]]
-        rows_of_passes = self._micro_batches(model, tokens.rows, passed) if passed else [[]]
+        rows_to_compute = [row for row in batch if update.passed[row]]
+        rows_of_passes: list[list[int]] = [[]]  # one pass without rows
+        if rows_to_compute:
+            rows_of_passes = self._micro_batches(model, tokens.rows, rows_to_compute)
 
         def prepare(rows: Sequence[int]) -> PassInputs:
             return model.logprob_model.prepare([tokens.rows[row] for row in rows])
 
-        ahead = prepared_ahead(prepare, rows_of_passes)
-        for number, (rows, inputs) in enumerate(zip(rows_of_passes, ahead, strict=True)):
+        # While the device computes a pass, a thread prepares the inputs of the next one.
+        inputs_of_passes = prepared_ahead(prepare, rows_of_passes)
+        for number, (rows, inputs) in enumerate(zip(rows_of_passes, inputs_of_passes, strict=True)):
+            # Ranks exchange their gradients only once, in the last pass.
             is_last = number == len(rows_of_passes) - 1
             model.logprob_model.reduce_next(is_last)
             if rows:
-                computed = _backward_pass(update, rows, inputs)
-                loss_sum += computed.loss.loss
-                computed_passes.append(computed)
+                computed_pass = _backward_pass(update, rows, inputs)
+                loss_sum += computed_pass.loss.loss
+                computed_passes.append(computed_pass)
             else:
                 _empty_backward_pass(update)
 
         # The metrics are computed after all passes, so that they do not delay a pass.
-        for computed in computed_passes:
-            temperature = to_device(tokens.temperatures(computed.rows), model.device)
-            gradients = logit_gradients(computed.slope, computed.tokens.new, temperature)
-            update.sums.add(computed.rows, computed.tokens, computed.loss, gradients, computed=computed.computed)
-            tokens.add_figures(computed.rows, computed.tokens)
+        for done in computed_passes:
+            temperature = to_device(tokens.temperatures(done.rows), model.device)
+            gradients = logit_gradients(done.slope, done.tokens.new, temperature)
+            update.sums.add(done.rows, done.tokens, done.loss, gradients, computed=done.computed_tokens)
+            tokens.add_figures(done.rows, done.tokens)
         return loss_sum
 
     def _step(self, policy: str, lr_scale: float, *, must_move: bool) -> float:
@@ -575,7 +589,7 @@ def _backward_pass(update: Update, rows: Sequence[int], inputs: PassInputs) -> _
         tokens=tokens.detached(),
         loss=loss_parts._replace(loss=loss_parts.loss.detach()),
         slope=slope,
-        computed=inputs.computed,
+        computed_tokens=inputs.computed,
     )
 
 

@@ -53,8 +53,11 @@ class LogitShaping(NamedTuple):
 
 
 def _change_rows(logits: Tensor, numbers: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Replace the rows of logits [n, V] that have a mask or bias, in place. `numbers` [n] has the index of it for each
-    row, -1 for none. `change` gets these rows and their indices."""
+    """Change the rows of logits [n, V] that have a mask (or a bias), in place.
+
+    `numbers` [n] has the number of each row's mask (or bias), -1 for none. `change` returns the new rows from the rows
+    to change, and their numbers.
+    """
     changed = (numbers >= 0).nonzero().squeeze(1)
     if len(changed):
         rows = to_device(changed, logits.device)
@@ -139,8 +142,10 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         """Compute the gradients of hidden, weight and bias, chunk by chunk, by the formulas of the class. A gradient of
         None means that the loss does not use the log-probabilities, or the entropy."""
         hidden, weight, bias, targets, temperature, lse, entropy, slope = ctx.saved_tensors
+        # If only the hidden states need a gradient, and only of log-probabilities, the forward pass has its slope.
         if slope is not None and grad_entropy is None and grad_logprobs is not None:
-            return (slope * grad_logprobs[:, None]).to(hidden.dtype), *(None,) * 5
+            grad_hidden = (slope * grad_logprobs[:, None]).to(hidden.dtype)
+            return grad_hidden, None, None, None, None, None
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
@@ -175,7 +180,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
                 grad_weight += rounded.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += rounded.sum(0)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 3
+        return grad_hidden, grad_weight, grad_bias, None, None, None  # none for targets, temperature and options
 
 
 def token_logprobs(
@@ -223,7 +228,10 @@ def _logits(
     options: LogitOptions,
     part: slice,
 ) -> Tensor:
-    """[tokens of `part`, V] in float32, whatever the precision of the states."""
+    """Compute the logits of the tokens in `part`, divided by their temperature, [tokens of `part`, V], in float32.
+
+    `options` may shape them. Logits that are no tokens are forbidden.
+    """
     head = options.head
     logits = widened_product(hidden[part], weight) if head is None else head.logits(hidden[part])
     if bias is not None:

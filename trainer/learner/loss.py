@@ -162,8 +162,10 @@ class _ImportanceWeights(NamedTuple):
 def _importance_weights(spec: LossSpec, tokens: Tokens) -> _ImportanceWeights:
     """Compute the policy ratio and the off-policy correction of each token."""
     if spec.ratio == "none":
-        # There is no gradient by a ratio. It is a metric, and corrects for the sampler and for earlier steps at once.
-        change = mismatch = tokens.new.detach() - tokens.sampler
+        # The loss does not contain the ratio, which is only a metric. One correction does the work of both: it weights
+        # the sampler's tokens for the present policy, so it also covers earlier steps of this update.
+        change = tokens.new.detach() - tokens.sampler
+        mismatch = change
     else:
         # The ratio compares the policy with itself before the update, which is compared with the sampler separately.
         change = tokens.new - tokens.old

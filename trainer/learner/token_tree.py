@@ -91,8 +91,8 @@ def common_length(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> i
 def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
     """Build the tree of sequences, which must not be empty. Shorter sequences branch off longer ones."""
     arrays = [token_array(sequence) for sequence in sequences]
-    # `order` has the numbers of the sequences in lexicographic order. A rank is an index into it. `common[rank]` is the
-    # number of first tokens that the sequence of this rank shares with the one of the rank before.
+    # `order` has the indices of the sequences in lexicographic order. The rank of a sequence is its position there.
+    # `common[rank]` is the number of first tokens that this sequence shares with the one before it in `order`.
     order, common = _sort_paths(arrays)
 
     paths: list[Ints] = [np.empty(0, np.int64)] * len(order)
@@ -100,7 +100,7 @@ def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
     segment_of_token: list[int] = []
     segment_tokens: list[Ints] = []
     added_ranks: list[int] = []  # sorted
-    # The longest sequences first, so that each branch finds its trunk in the tree.
+    # Add the longest sequences first: the sequence that a shorter one branches off is then in the tree already.
     for rank in sorted(range(len(order)), key=lambda rank: -len(sequences[order[rank]])):
         sequence = order[rank]
         nearest_rank, shared = _nearest_sequence(added_ranks, rank, common)
@@ -151,8 +151,8 @@ def _nearest_sequence(added_ranks: Sequence[int], rank: int, common: Ints) -> tu
     sorted. `common` [n] has how many first tokens each sequence shares with the one before it in this order. Returns
     the rank and the number of shared tokens; two zeros if nothing is shared.
     """
-    # In sorted order the nearest sequence is a neighbour. Two sequences share the least that any two neighbours between
-    # them share.
+    # Sequences further away in lexicographic order never share more, so the nearest one is the next in the tree, before
+    # or after this rank. Two sequences share the minimum of `common` over the ranks between them.
     at = bisect(added_ranks, rank)
     candidates = [(0, 0)]  # (shared tokens, rank)
     if at:
@@ -217,10 +217,13 @@ def attention_blocks(tree: TokenTree) -> list[Block]:
         # A block computes the scores of a rectangle: its rows are padded to the most queries and keys of any row.
         most_queries = max(_count_queries(unit), *(_count_queries(other) for other in units_of_block))
         most_keys = _count_keys(units_of_block[0])
-        padded_with_unit = (len(units_of_block) + 1) * most_queries * most_keys
+        computed_with_unit = (len(units_of_block) + 1) * most_queries * most_keys
         needed_with_unit = needed + _count_scores(unit)
-        allowed = max(MOST_PADDING * needed_with_unit, needed_with_unit + FREE_SCORES * len(units_of_block))
-        if _is_branch(unit) == _is_branch(units_of_block[0]) and padded_with_unit <= allowed:
+        # A little padding is cheaper than a call of its own, which costs as much time as FREE_SCORES scores.
+        free_scores = FREE_SCORES * len(units_of_block)
+        is_cheaper = computed_with_unit <= max(MOST_PADDING * needed_with_unit, needed_with_unit + free_scores)
+        is_same_kind = _is_branch(unit) == _is_branch(units_of_block[0])
+        if is_same_kind and is_cheaper:
             units_of_block.append(unit)
             needed = needed_with_unit
         else:
@@ -238,14 +241,16 @@ def _attention_units(segments: Sequence[Segment]) -> list[list[Segment]]:
     """
     units: list[list[Segment]] = []
     for segment in sorted(segments, key=lambda s: (s.trunk, -len(s.ancestors))):
-        if units and segment.trunk >= 0 and units[-1][0].trunk == segment.trunk:
-            joint = [*units[-1], segment]
-            deepest = len(joint[0].ancestors)
+        is_branch_of_same_trunk = units and segment.trunk >= 0 and units[-1][0].trunk == segment.trunk
+        if is_branch_of_same_trunk:
+            joint_unit = [*units[-1], segment]
+            deepest_path = len(joint_unit[0].ancestors)
             shared_path = len(segment.ancestors)
-            # A branch must not see the other branches of its unit, and not the part of the trunk below its own start.
-            needless_keys = max(_count_queries(joint), deepest - shared_path)
+            # The scores of keys that a branch must not see are computed for nothing: the other branches of the unit,
+            # and the part of the trunk below the branch's start.
+            needless_keys = max(_count_queries(joint_unit), deepest_path - shared_path)
             if JOINT_BRANCHES * needless_keys <= shared_path:
-                units[-1] = joint
+                units[-1] = joint_unit
                 continue
         units.append([segment])
     return units
@@ -271,17 +276,19 @@ def _count_scores(unit: Sequence[Segment]) -> int:
 
 
 def _build_block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
-    """Build the block of `units`, lists of segments that attend together: a row for each, padded to the longest."""
+    """Build one block of attention from `units`, lists of segments that attend together. Each unit becomes a row, and
+    rows are padded to the longest."""
     rows = len(units)
     most_queries = max(map(_count_queries, units))
     most_keys = max(map(_count_keys, units))
     queries = np.zeros((rows, most_queries), np.int64)
     keys = np.zeros((rows, most_keys), np.int64)
     real = np.zeros(queries.shape, np.bool_)
-    # The fields of `Spans`, for a block with branches. Roots see all keys up to their own, so they need no spans. The
-    # spans of padded keys are empty: they begin after every place of the tree.
+    # If a unit is a branch, `Spans` says which keys a query sees, by the walk through the tree. Roots see all keys up
+    # to their own, so a block of roots needs no spans.
     has_branch = any(map(_is_branch, units))
     query_places = np.zeros(queries.shape, np.int32)
+    # A padded key must not be seen: it begins after every query of the tree and ends before it begins.
     key_places = np.full(keys.shape, len(tree.tokens), np.int32)
     key_lasts = np.zeros(keys.shape, np.int32)
     for row, unit in enumerate(units):
@@ -292,7 +299,8 @@ def _build_block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
         keys[row, : len(unit_keys)] = unit_keys
         if not has_branch:
             continue
-        query_places[row] = tree.places[unit_keys[0]]  # also of padding, which then sees its first key
+        # Padded queries stand at the row's first key, which they then see: a query without any key would give NaN.
+        query_places[row] = tree.places[unit_keys[0]]
         query_places[row, : len(unit_queries)] = tree.places[unit_queries]
         key_places[row, : len(unit_keys)] = tree.places[unit_keys]
         key_lasts[row, : len(unit_keys)] = tree.lasts[unit_keys]
@@ -308,15 +316,16 @@ def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:
     `common` [n] are the numbers of first tokens that each has in common with the one before it. Returns the index of
     the first sequence of each part, and, at the end, the number of sequences.
     """
-    # Dynamic programming over the end of the last part: `best[end]` is the least cost of the first `end` sequences, and
-    # `start_of[end]` is the start of their last part. A part costs `price`, and the tokens that it shares with the part
-    # before, which it computes again.
+    # Dynamic programming: `best[end]` is the least cost of cutting the first `end` sequences, and `start_of[end]` is
+    # the start of their last part. Each part costs `price`, plus the tokens that it computes a second time, because its
+    # first sequence has them in common with the last sequence of the part before.
     price = max(1, budget // PASS_PRICE)
     ends, starts = _distinct_token_sums(lengths, common)
     best = np.zeros(len(lengths) + 1, np.int64)
     start_of = [0]
     for end in range(1, len(lengths) + 1):
-        # The longest part that ends here and fits begins at `first`. A part has one sequence at least.
+        # The longest part that ends here and fits begins at `first`: the sequences from start to end have
+        # ends[end] - starts[start] tokens. A part has one sequence at least.
         first = min(int(np.searchsorted(starts, ends[end] - budget)), end - 1)
         costs = best[first:end] + common[first:end] + price
         start_of.append(first + int(costs.argmin()))
@@ -350,10 +359,12 @@ def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
         small, the parts do not reach the last sequence, and the last cut is below the number of sequences."""
         cuts = [0]
         for _ in range(parts):
-            # The part that starts here ends at the last sequence whose sum in `ends` is at most this. Once all
-            # sequences are cut, the remaining parts are empty.
-            furthest_end = starts[cuts[-1]] + most if cuts[-1] < len(lengths) else ends[-1]
-            cuts.append(int(np.searchsorted(ends, furthest_end, "right")) - 1)
+            start = cuts[-1]
+            if start == len(lengths):
+                cuts.append(start)  # no sequence is left, so this part is empty
+                continue
+            # Take the last end with ends[end] - starts[start] <= most, the number of tokens of the part.
+            cuts.append(int(np.searchsorted(ends, starts[start] + most, "right")) - 1)
         return cuts
 
     def reaches_end(most: int) -> bool:
@@ -371,5 +382,9 @@ def _distinct_token_sums(lengths: Ints, common: Ints) -> tuple[Ints, Ints]:
     The sequences from `start` to before `end` have ends[end] - starts[start] distinct tokens. Both arrays ascend. The
     arguments are as in `cuts_within`.
     """
-    ends = np.concatenate([[0], (lengths - common).cumsum()])
-    return ends, ends[:-1] - common
+    # Each sequence adds the tokens that it does not share with the one before it. The first sequence of a range adds
+    # all its tokens, as the sequence before it is not in the range.
+    new_tokens = lengths - common
+    ends = np.concatenate([[0], new_tokens.cumsum()])
+    starts = ends[:-1] - common
+    return ends, starts

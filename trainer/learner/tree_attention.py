@@ -44,15 +44,15 @@ class _Call(NamedTuple):
     """One call of the attention, over several padded sequences.
 
     `queries` [sequences x q] and `keys` [sequences x k] are numbers of tokens. `tokens` [n] are the queries without the
-    padding, and `places` [n] their places in `queries`; None if nothing is padded. `hidden` [sequences, 1, q, k] says
-    which keys a query does not see; None if it sees all keys up to its own.
+    padding, and `unpadded` [n] their positions in `queries`; None if no query is padding. `hidden` [sequences, 1, q, k]
+    says which keys a query does not see; None if it sees all keys up to its own.
     """
 
     sequences: int
     queries: Tensor
     keys: Tensor
     tokens: Tensor
-    places: Tensor | None
+    unpadded: Tensor | None
     hidden: Tensor | None
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
@@ -74,18 +74,21 @@ class _Call(NamedTuple):
         return self._gather(states, self.queries)
 
     def gradients(self, gradient: Tensor) -> Tensor:
-        """Gather the gradients of the queries, [sequences, heads, q, width], from the gradients of all tokens,
-        [T, heads, width]. They are zero for padding."""
-        if self.places is None:
+        """Gather the gradients at the outputs of this call, [sequences, heads, q, width], from the gradients at the
+        outputs of all tokens, `gradient` [T, heads, width]. They are zero for padded queries."""
+        if self.unpadded is None:
             return self._gather(gradient, self.queries)
-        # Padding repeats token 0, whose gradient must not count again.
-        gathered = gradient.new_zeros(len(self.queries), *gradient.shape[1:])
-        return self._by_sequence(gathered.index_copy_(0, self.places, gradient.index_select(0, self.tokens)))
+        # Padded queries have the number of token 0. With its gradient, that token would count several times.
+        flat = gradient.new_zeros(len(self.queries), *gradient.shape[1:])  # [sequences x q, heads, width]
+        flat.index_copy_(0, self.unpadded, gradient.index_select(0, self.tokens))
+        return self._by_sequence(flat)
 
     def put(self, outputs: Tensor, states: Tensor) -> None:
         """Write the outputs of the queries, [sequences, heads, q, width], into `states` [T, heads, width]."""
-        rows = outputs.transpose(1, 2).flatten(0, 1)
-        states.index_copy_(0, self.tokens, rows if self.places is None else rows.index_select(0, self.places))
+        rows = outputs.transpose(1, 2).flatten(0, 1)  # [sequences x q, heads, width]
+        if self.unpadded is not None:
+            rows = rows.index_select(0, self.unpadded)
+        states.index_copy_(0, self.tokens, rows)
 
     def _gather(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Gather [sequences, heads, length, width] from states [T, heads, width], by the numbers of the tokens,
@@ -210,26 +213,28 @@ class FlexAttention:
 
 
 def _block_mask(place: Tensor, last: Tensor, is_seen: Callable[..., Tensor]) -> Any:
-    """Make the mask that torch's `create_block_mask` makes from `is_seen`, with less memory.
+    """Make the mask of FlexAttention, which says for each block of queries which blocks of keys it sees.
 
-    `place` and `last` [T] are the places of the tokens, and of the ends of their subtrees, in a walk through the tree.
-    Torch's function makes a mask of T x T entries: 4.3 GB at 65,536 tokens, and several times as much for its steps.
+    It equals the mask that torch's `create_block_mask` makes from `is_seen`, with less memory: torch's function makes a
+    mask of T x T entries, 4.3 GB at 65,536 tokens, and several times as much for its steps. `place` and `last` [T] are
+    the places of the tokens, and of the ends of their subtrees, in a walk through the tree.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     blocks = len(place) // FLEX_BLOCK
-    # Whether any query in a block of queries, or every one, sees a key in a block of keys, [blocks, blocks].
-    partly_seen = torch.empty(blocks, blocks, dtype=torch.bool, device=place.device)
-    fully_seen = torch.empty_like(partly_seen)
+    # [blocks of queries, blocks of keys]: whether any query sees any key of the block, and whether every query sees
+    # every key. The kernel skips blocks that are not seen, and compares single tokens only in partly seen ones.
+    any_seen = torch.empty(blocks, blocks, dtype=torch.bool, device=place.device)
+    all_seen = torch.empty_like(any_seen)
     for start in range(0, blocks, MASK_ROWS):
         rows = slice(start, start + MASK_ROWS)
         query_places = place.view(blocks, FLEX_BLOCK)[rows].reshape(-1, 1)
         seen = (place <= query_places) & (query_places <= last)  # [queries of these rows, T]
-        tiles = seen.view(-1, FLEX_BLOCK, blocks, FLEX_BLOCK)  # [rows, queries, blocks, keys]
-        partly_seen[rows] = tiles.any(3).any(1)
-        fully_seen[rows] = tiles.all(3).all(1)
+        seen_by_block = seen.view(-1, FLEX_BLOCK, blocks, FLEX_BLOCK)  # [rows, queries, blocks, keys]
+        any_seen[rows] = seen_by_block.any(3).any(1)
+        all_seen[rows] = seen_by_block.all(3).all(1)
 
-    def blocks_first(mask: Tensor) -> tuple[Tensor, Tensor]:
+    def selected_blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return a mask [blocks, blocks] in torch's form: for each block of queries, how many blocks of keys the mask
         selects, [1, 1, blocks], and the indices of all blocks of keys, the selected ones first, [1, 1, blocks,
         blocks]."""
@@ -238,8 +243,8 @@ def _block_mask(place: Tensor, last: Tensor, is_seen: Callable[..., Tensor]) -> 
 
     lengths = len(place), len(place)
     return BlockMask.from_kv_blocks(
-        *blocks_first(partly_seen & ~fully_seen),
-        *blocks_first(fully_seen),
+        *selected_blocks(any_seen & ~all_seen),
+        *selected_blocks(all_seen),
         BLOCK_SIZE=FLEX_BLOCK,
         mask_mod=is_seen,
         seq_lengths=lengths,
@@ -255,22 +260,23 @@ def _kernel(device: str) -> Any:
 
 
 def _call_of_block(block: Block, device: torch.device) -> _Call:
-    """Move the indices of a block to the device of the learner."""
+    """Make the call of the attention that computes a block, with its indices on `device`."""
     queries = block.queries.ravel()
-    is_real = block.real.ravel()
-    places: Tensor | None = None
-    if not is_real.all():
-        places = to_device(is_real.nonzero()[0], device)
+    is_unpadded = block.real.ravel()
+    unpadded: Tensor | None = None
+    if not is_unpadded.all():
+        unpadded = to_device(is_unpadded.nonzero()[0], device)
     hidden: Tensor | None = None
     if block.spans is not None:
-        place, first, last = (to_device(span, device) for span in block.spans)
-        hidden = hidden_keys(place, first, last)[:, None]  # the same for all heads
+        # The mask has q x k entries, so the three small arrays are sent to the device, and the mask is made there.
+        query_places, key_places, key_lasts = (to_device(span, device) for span in block.spans)
+        hidden = hidden_keys(query_places, key_places, key_lasts)[:, None]  # the same for all heads
     return _Call(
         sequences=len(block.queries),
         queries=to_device(queries, device),
         keys=to_device(block.keys.ravel(), device),
-        tokens=to_device(queries[is_real], device),
-        places=places,
+        tokens=to_device(queries[is_unpadded], device),
+        unpadded=unpadded,
         hidden=hidden,
     )
 
@@ -311,10 +317,14 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with states [sequences, heads, length, width]. Returns the outputs, [sequences, heads, q, width], and on a
-    CPU the logarithms of the sums of the weights, which its backward kernel needs. SDPA does not return them."""
+    CPU also the log-sum-exp of the scores of each query (None elsewhere)."""
+    # On a CPU, call the kernel of SDPA itself: SDPA does not return the log-sums, which the backward kernel needs. It
+    # takes queries and values of one width only.
     if query.device.type == "cpu" and query.shape[3] == value.shape[3]:
+        dropout = 0.0
+        is_causal = mask is None
         outputs, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, mask is None, attn_mask=mask, scale=scaling
+            query, key, value, dropout, is_causal, attn_mask=mask, scale=scaling
         )
         return outputs, log_sums
     return _attend_by_sdpa(query, key, value, mask, scaling), None
@@ -414,14 +424,14 @@ def _computes_the_same(network: Any, flex: bool) -> bool:
     device = network.get_input_embeddings().weight.device
     if device.type == "meta":
         return True  # this rank has no weights; the rank that has them tries it, and tells the others
+    # A small tree that branches at two depths: two sequences leave the first one after three tokens, one after six.
     vocabulary = network.config.get_text_config().vocab_size
-    trunk = [number % vocabulary for number in (1, 5, 2, 7, 3, 6, 4, 8)]
-    # Two branches after the third token and one after the sixth: several depths, and more than one branch at a place.
+    first = [number % vocabulary for number in (1, 5, 2, 7, 3, 6, 4, 8)]
     sequences = [
-        trunk,
-        [*trunk[:3], 9 % vocabulary, 2 % vocabulary],
-        [*trunk[:3], 3 % vocabulary],
-        [*trunk[:6], 1 % vocabulary, 0],
+        first,
+        [*first[:3], 9 % vocabulary, 2 % vocabulary],
+        [*first[:3], 3 % vocabulary],
+        [*first[:6], 1 % vocabulary, 0],
     ]
     tree = token_tree(sequences)
     in_tree: list[Tensor] = []

@@ -92,13 +92,16 @@ class UpdateTokens:
         return indices[self.counted[indices]]
 
     def set_old(self, old: Tensor | None) -> None:
-        """Store `old`, log pi before the update, and no longer count the tokens that the loss's mask rejects by it."""
+        """Store `old`, log pi before the update. If the loss has a mask, the tokens that it rejects, because `old`
+        differs too much from the sampler's log pi, do not count any more."""
         self.old = old
-        if self.loss.mask != "none" and old is not None and self.counted.any():
-            mismatch = old.cpu() - self.sampler
-            unmasked = self._unmasked  # the tokens that the rows' own masks leave in
-            self.counted = unmasked.clone()
-            self.counted[unmasked] = kept_by_mask(self.loss, mismatch[unmasked], self.row[unmasked])
+        if self.loss.mask == "none" or old is None or not self.counted.any():
+            return
+        mismatch = old.cpu() - self.sampler
+        # The loss's mask applies to the tokens that the rows' own masks leave in.
+        unmasked = self._unmasked
+        self.counted = unmasked.clone()
+        self.counted[unmasked] = kept_by_mask(self.loss, mismatch[unmasked], self.row[unmasked])
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -154,8 +157,9 @@ class UpdateTokens:
         return self._temperature[self.row[self.counted_indices_of(rows)]]
 
     def masked_share(self) -> dict[str, float]:
-        """Return `masked_share`: of the tokens that the rows' own masks keep, the share that the loss's mask rejects.
-        With several roles, each role also has one, as `<role>/masked_share`."""
+        """Return the metric `masked_share`, the share of tokens that the loss's mask rejects. Tokens that a row's own
+        mask leaves out are not counted. With several roles, also return the share of each role, as
+        `<role>/masked_share`."""
         unmasked_of_row = self._per_row(self._unmasked).tolist()
         counted_of_row = self.lengths.tolist()
         unmasked_by_role = Counter[str]()

@@ -252,7 +252,7 @@ def learner_memory(
         GRADIENT_BYTES,
         LARGE,
         MOMENT_BYTES,
-        keeps_pages,
+        may_keep_freed_pages,
         usual_share,
     )
 
@@ -285,7 +285,7 @@ def learner_memory(
     }
     if device == "cpu" and size.parameters > LARGE and not settings.memory:
         sizes = pass_sizes(memory, config, share, device)
-        if keeps_pages(memory, sizes, bound - fixed):
+        if may_keep_freed_pages(memory, sizes, bound - fixed):
             parts[PAGES] = memory.gaps(tokens, checkpointed=checkpointed)
     if size.sees and processes > 1:
         parts["all weights, for a pass"] = size.parameters * (2.0 if settings.dtype == "bfloat16" else 4.0)

@@ -155,13 +155,16 @@ class FsdpLearner:
         return figures
 
     def weights(self, policy: str) -> Weights:
-        """Trainable weights as fp32 arrays, gathered from all ranks: names as of `LocalLearner.weights`.
+        """Return the trainable weights as fp32 arrays, gathered from all ranks, by the same names as
+        `LocalLearner.weights`.
 
-        Full weights stay on the machine of rank 0 until they are read or sent (`LearnerWeights`).
+        The weights of a `full` policy stay on the machine of rank 0 until they are read or sent to a sampler
+        (`LearnerWeights`). An adapter's are small and are returned at once.
         """
         self._check(policy)
         if self._specs[policy].kind == "full":
             return self._ranks.offer(policy)
+        # Arrays from Ray are read-only views of its store, so they are copied.
         return {name: np.array(array) for name, array in self._ask(policy, "weights").items()}
 
     def adopt(self, policy: str, weights: Weights) -> None:

@@ -164,8 +164,11 @@ class FsdpWorker:
         opened = open_divided(load, lambda models: shard_policies(models, mesh, settings.precision), self._device)
         use_threads_for(opened, settings)
         self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own, seed)
-        over_nccl = self._device == "cuda" and not self._shares_gpu
-        self._sends_from = torch.device("cuda", torch.cuda.current_device()) if over_nccl else torch.device("cpu")
+        # Weights are sent to engines over NCCL, from this GPU. If an engine is on the same GPU, or without a GPU, they
+        # are sent over gloo, from the CPU.
+        self._sends_from = torch.device("cpu")
+        if self._device == "cuda" and not self._shares_gpu:
+            self._sends_from = torch.device("cuda", torch.cuda.current_device())
 
     def offer(self, policy: str) -> tuple[Weights, Offer] | None:
         """Gather the full weights of a policy on rank 0, and return them with their facts."""

@@ -80,15 +80,17 @@ class PassSize:
         checkpointed. `alone` says that no other rank takes part in the passes, so that this process may choose them
         without the others.
         """
-        self._sizes = {False: tokens, True: 0}
-        self._longest_plain_row = self._longest_row = math.inf
+        self._sizes = {False: tokens, True: 0}  # by whether the pass is checkpointed
+        self._longest_plain_row = math.inf  # the longest row that fits into memory without checkpointing
+        self._longest_row = math.inf  # the longest row that fits at all
         self._memory_name = ""
         self._alone = alone
         self._always = always
         self.checkpointed = always
         """Whether passes are checkpointed now."""
         self._has_warned = False
-        self._room = self._room_when_halved = 0.0
+        self._room = 0.0
+        self._room_when_halved = 0.0
         self._is_halved = {False: False, True: False}
         self.halved = 0
         """How often memory ran out and a size was halved."""
@@ -103,29 +105,32 @@ class PassSize:
         """The most tokens of a pass of each kind; 0 for a kind that is not used."""
         return dict(self._sizes)
 
-    def choose(self, longest: int, computed: Callable[[int], int]) -> bool:
+    def choose(self, longest: int, count_computed: Callable[[int], int]) -> bool:
         """Choose whether the next passes are checkpointed, that is, whether they compute layers again in the backward
         pass to save memory. Returns the choice. Their longest row has `longest` tokens.
 
-        `computed` returns the number of tokens that passes of a size compute: tokens that rows share are computed in
-        each pass, so small passes compute more.
+        `count_computed` returns the number of tokens that all passes compute if a pass has at most this many tokens.
+        Small passes compute more: rows that share a beginning are divided over several passes, and each computes it.
         """
-        plain_size, checkpointed_size = self._sizes[False], self._sizes[True]
-        longest_without = max(plain_size, self._longest_plain_row)
-        # A size of 0 says that checkpointed passes are not possible.
-        needs_checkpointing = checkpointed_size > 0 and longest > longest_without
-        if self._always or needs_checkpointing:
+        plain_size = self._sizes[False]
+        checkpointed_size = self._sizes[True]  # 0 if passes cannot be checkpointed
+        longest_plain_row = max(plain_size, self._longest_plain_row)
+        if self._always:
             self.checkpointed = True
+        elif checkpointed_size > 0 and longest > longest_plain_row:
+            self.checkpointed = True
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "A row of %d tokens takes activation checkpointing, as %.0f fit without it",
+                    longest,
+                    longest_plain_row,
+                )
         elif checkpointed_size > plain_size:
-            # A checkpointed pass takes 4/3 of the time of a plain one.
-            self.checkpointed = 3 * computed(plain_size) > 4 * computed(checkpointed_size)
+            # For each token, a checkpointed pass takes 4/3 of the time of a plain one.
+            self.checkpointed = 3 * count_computed(plain_size) > 4 * count_computed(checkpointed_size)
         else:
             self.checkpointed = False
-        if needs_checkpointing and not self._always and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "A row of %d tokens takes activation checkpointing, as %.0f fit without it", longest, longest_without
-            )
         return self.checkpointed
 
     def check(self, rows: Sequence[TrainRow]) -> None:
@@ -141,8 +146,8 @@ class PassSize:
 
     def adapt(
         self,
-        fits: Mapping[bool, int],
-        wanted: Mapping[bool, int],
+        fitting_tokens: Mapping[bool, int],
+        wanted_tokens: Mapping[bool, int],
         *,
         room: float,
         longest_row: int,
@@ -150,21 +155,22 @@ class PassSize:
     ) -> None:
         """Choose the sizes for an update that begins with `room` bytes for a pass.
 
-        `fits` has the most tokens that fit into memory for each kind of pass, by whether it is checkpointed, and
-        `wanted` the sizes that the settings ask for. `longest_row` is the length of the longest row that fits into
-        memory in a pass of any kind, and `memory_name` names this memory in errors. Sizes that were halved when memory
-        ran out grow only if there is more room than then.
+        By whether a pass is checkpointed, `fitting_tokens` has the most tokens that fit into memory, and
+        `wanted_tokens` the size that the settings ask for. `longest_row` is the length of the longest row that fits
+        into memory in a pass of any kind, and `memory_name` names this memory in errors. Sizes that were halved when
+        memory ran out grow only if there is more room than then.
         """
-        self._longest_plain_row = fits[False]
+        self._longest_plain_row = fitting_tokens[False]
         self._longest_row = longest_row
         self._memory_name = memory_name
-        may_grow = room > GROWTH * self._room_when_halved
-        for checkpointed, tokens in wanted.items():
-            if may_grow or not self._is_halved[checkpointed]:
+        has_more_room = room > GROWTH * self._room_when_halved
+        for checkpointed, tokens in wanted_tokens.items():
+            if has_more_room or not self._is_halved[checkpointed]:
                 self._sizes[checkpointed] = tokens
                 self._is_halved[checkpointed] = False
             else:
                 self._sizes[checkpointed] = min(self._sizes[checkpointed], tokens)
+        # While plain passes are halved, more tokens than theirs have run out of memory, also in a pass of one row.
         if self._is_halved[False]:
             self._longest_plain_row = min(self._longest_plain_row, self._sizes[False])
         self._room = room
@@ -178,18 +184,20 @@ class PassSize:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                failed = self.tokens
+                too_many_tokens = self.tokens
                 # Ranks make their passes together, so one of several ranks cannot make smaller ones by itself.
-                if failed < 2 * LEAST or not self._alone:
-                    cause = f"Memory ran out in a pass of {failed} tokens."
+                if too_many_tokens < 2 * LEAST or not self._alone:
+                    cause = f"Memory ran out in a pass of {too_many_tokens} tokens."
                     remedy = "Set learner.memory lower, or shorten prompts or sampling.max_tokens."
                     raise LearnerError(cause, remedy) from error
-            self._sizes[self.checkpointed] = failed // 2
+            self._sizes[self.checkpointed] = too_many_tokens // 2
             self._is_halved[self.checkpointed] = True
             self._room_when_halved = self._room  # for `adapt`, which lets the size grow again above it
             self._longest_plain_row = min(self._longest_plain_row, self._sizes[False])
             self.halved += 1
-            log.warning("Memory ran out in a pass of %d tokens: passes are of %d from now on", failed, self.tokens)
+            log.warning(
+                "Memory ran out in a pass of %d tokens: passes are of %d from now on", too_many_tokens, self.tokens
+            )
             if reset is not None:
                 reset()
             if torch.cuda.is_available():
@@ -229,7 +237,10 @@ class PassSizes:
         group: ProcessGroup,
         optimizers: Mapping[str, torch.optim.Optimizer],
     ) -> None:
-        """Raise ConfigError if not even a small pass fits into `learner.memory`."""
+        """Measure the memory that passes take, and choose their first sizes.
+
+        Raises ConfigError if not even a small pass fits into `learner.memory`.
+        """
         self._policies = dict(policies)
         self._settings = settings
         self._group = group
@@ -242,7 +253,8 @@ class PassSizes:
         self._fixed = 0.0  # bytes of any pass, in addition to its tokens
         self._sizes: dict[int, PassSize] = {}
         for network, model in self._networks.items():
-            memory = memories[network] = pass_memory(model)
+            memory = pass_memory(model)
+            memories[network] = memory
             self._fixed = max(self._fixed, memory.fixed + memory.logits)
             self._token_bytes[network] = {False: memory.planned(checkpointed=False)}
             if settings.activation_checkpointing and model.logprob_model.checkpointing.possible:
@@ -256,31 +268,45 @@ class PassSizes:
         device = next(iter(self._networks.values())).device.type
         if device == "cpu" and any(_is_large(model) for model in self._networks.values()):
             limit = self._measure_room().limit
-            fits = all(keeps_pages(memory, self._sizes[network].by_kind, limit) for network, memory in memories.items())
+            fits = all(
+                may_keep_freed_pages(memory, self._sizes[network].by_kind, limit)
+                for network, memory in memories.items()
+            )
             _set_malloc_options(_KEEP_PAGES if fits and not settings.memory else _RETURN_PAGES)
 
     def __getitem__(self, policy: str) -> PassSize:
         return self._sizes[id(self._policies[policy].network)]
 
     def choose(self) -> None:
-        """Choose the sizes that fit into the memory that is free now. Raises ConfigError as `__init__` does."""
+        """Choose the size of the passes of each network so that they fit into the memory that is free now.
+
+        Raises ConfigError if not even the smallest pass fits into `learner.memory`.
+        """
         room = self._measure_room()
         settings = self._settings
         for network, model in self._networks.items():
+            # Of the two kinds of passes, plain and checkpointed, a checkpointed one takes fewer bytes for each token.
             token_bytes = self._token_bytes[network]
-            least_bytes = min(token_bytes.values())
-            if settings.memory and room.planned < LEAST * least_bytes:
-                needed = (parse_size(settings.memory) - room.planned + LEAST * least_bytes) / 2**30
+            least_token_bytes = min(token_bytes.values())
+            smallest_pass_bytes = LEAST * least_token_bytes
+            if settings.memory and room.planned < smallest_pass_bytes:
+                missing_bytes = smallest_pass_bytes - room.planned
+                needed = (parse_size(settings.memory) + missing_bytes) / 2**30
                 fault = f"is too little: this model takes at least {needed:.1f}GiB in this process"
                 raise ConfigError("learner.memory", settings.memory, fault, "Raise it, or use a smaller model.")
-            fits: dict[bool, int] = {}
-            wanted: dict[bool, int] = {}
+
+            fitting_tokens: dict[bool, int] = {}
+            wanted_tokens: dict[bool, int] = {}
             for checkpointed, bytes_of_token in token_bytes.items():
-                fits[checkpointed] = self._least_of_ranks(room.planned / bytes_of_token, model)
-                wanted[checkpointed] = _pass_tokens(settings, fits[checkpointed], model.device.type)
-            longest_row = self._least_of_ranks(room.limit / least_bytes, model)
+                tokens = self._least_of_ranks(room.planned / bytes_of_token, model)
+                fitting_tokens[checkpointed] = tokens
+                wanted_tokens[checkpointed] = _pass_tokens(settings, tokens, model.device.type)
             self._sizes[network].adapt(
-                fits, wanted, room=room.planned, longest_row=longest_row, memory_name=room.limit_name
+                fitting_tokens,
+                wanted_tokens,
+                room=room.planned,
+                longest_row=self._least_of_ranks(room.limit / least_token_bytes, model),
+                memory_name=room.limit_name,
             )
 
     def has_room(self, tokens: int) -> bool:
@@ -291,8 +317,11 @@ class PassSizes:
         wanted = tokens if settings.micro_batch_tokens == "auto" else int(settings.micro_batch_tokens)
         for network, model in self._networks.items():
             token_bytes = self._token_bytes[network]
-            checkpointed = settings.activation_checkpointing is True and True in token_bytes
-            if self._least_of_ranks(room / token_bytes[checkpointed], model) < wanted:
+            bytes_of_token = token_bytes[False]
+            # With "auto" only some passes are checkpointed, so plain passes must fit.
+            if settings.activation_checkpointing is True and True in token_bytes:
+                bytes_of_token = token_bytes[True]
+            if self._least_of_ranks(room / bytes_of_token, model) < wanted:
                 return False
         return True
 
@@ -375,18 +404,20 @@ class PassMemory(NamedTuple):
 
 
 def pass_memory(model: PolicyModel) -> PassMemory:
-    """Measure how much memory a pass of a model takes for each token, with small passes of both kinds."""
+    """Measure how much memory a pass of a model takes for each token, with small plain and checkpointed passes."""
     plain = kept_bytes(model, checkpointed=False)
     checkpointed = plain
     if model.logprob_model.checkpointing.possible:
         checkpointed = kept_bytes(model, checkpointed=True)
     head = model.network.get_output_embeddings().weight
     head_gradient = GRADIENT_BYTES * head.numel() if head.requires_grad else 0
+    # Extrapolated from passes of two sizes, so it may come out a little below zero.
+    fixed_bytes = max(plain.fixed, 0.0)
     return PassMemory(
         plain=plain.token,
         checkpointed=checkpointed.token,
         layers=int(model.network.config.get_text_config().num_hidden_layers),
-        fixed=max(plain.fixed, 0.0) + head_gradient,
+        fixed=fixed_bytes + head_gradient,
         logits=logit_bytes(int(head.shape[0]), model.device.type),
     )
 
@@ -430,6 +461,7 @@ def _probe_rows(groups: int) -> list[TrainRow]:
             row = TrainRow(
                 id="",
                 role="",
+                # Of a different length in each group, as prompts are in a real pass.
                 prompt_ids=(group,) * (prompt_length - group),
                 response_ids=(token,) * response_length,
                 logprobs=(),
@@ -501,11 +533,12 @@ def usual_share(room: float, total: float, device: str) -> float:
     return min(total * CPU_SHARE, room) if device == "cpu" else room * GPU_SHARE
 
 
-def keeps_pages(memory: PassMemory, sizes: Mapping[bool, int], room: float) -> bool:
-    """Return whether the allocator may keep pages of freed tensors during updates, which saves time and leaves gaps.
+def may_keep_freed_pages(memory: PassMemory, sizes: Mapping[bool, int], room: float) -> bool:
+    """Return whether the allocator may keep the memory of freed tensors for later tensors of an update.
 
-    It may if a pass of either kind, with its gaps, fits into `room` bytes. `sizes` has the tokens of a pass by whether
-    it is checkpointed.
+    This saves the time to ask the system for memory again, but unused gaps stay between the tensors. The allocator may
+    keep it if every kind of pass fits into `room` bytes together with its gaps. `sizes` has the tokens of a pass by
+    whether it is checkpointed.
     """
     for checkpointed, tokens in sizes.items():
         needed = tokens * memory.planned(checkpointed=checkpointed) + memory.gaps(tokens, checkpointed=checkpointed)

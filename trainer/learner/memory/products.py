@@ -33,23 +33,30 @@ from cotune.trainer.learner.policy_model import PolicyModel
 def open_joined(
     model: str, policies: Policies, settings: LearnerSettings, reference: Container[str], seed: int = 0
 ) -> dict[str, PolicyModel]:
-    """Open the policies of a learner in one process, as `open_policy_models` does, and let each frozen layer compute in
-    one step with its adapters. On a CPU this needs policies that are all adapters, and a processor that multiplies in
-    the precision of the settings."""
+    """Open the policies of a learner in one process, as `open_policy_models` does. Frozen layers then compute in one
+    step with their adapters where that is possible.
+
+    On a GPU it always is. On a CPU all policies must be adapters, and the processor must multiply in the precision of
+    the settings.
+    """
     only_adapters = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
     device = usual_device() if settings.device == "auto" else settings.device
+    on_cpu = device == "cpu"
     # A CPU with bfloat16 rounds only the factors of products, so weights and states are loaded in float32.
     loading_settings = settings
     if only_adapters and rounds_products(settings.precision, device):
         loading_settings = replace(settings, dtype="float32")
     models = open_policy_models(model, policies, loading_settings, reference=reference, seed=seed)
-    if device == "cpu" and loading_settings.precision != "float32":
-        return models  # a processor without bfloat16: autocast emulates it
+    if on_cpu and (not only_adapters or loading_settings.precision != "float32"):
+        return models  # without bfloat16 in the processor, autocast emulates it
+
+    # Policies that share a network are prepared once.
     for policy in {id(policy.network): policy for policy in models.values()}.values():
-        if policy.adapter is not None and (device != "cpu" or only_adapters):
-            compute_joined(policy.logprob_model, settings.precision)
-            if device == "cpu":
-                policy.logprob_model.round_logit_products(settings.precision)
+        if policy.adapter is None:
+            continue
+        compute_joined(policy.logprob_model, settings.precision)
+        if on_cpu:
+            policy.logprob_model.round_logit_products(settings.precision)
     return models
 
 
