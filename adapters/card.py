@@ -88,7 +88,9 @@ def _headline_of_weights(run: OpenedRun, named: StoredEvaluation | None, steps: 
     headline = run.headline_with(evaluations, until=max(steps))
     # A checkpoint is named by its number of steps, a line of the metrics by the index of its step.
     evaluated_in_training = {line["step"] + 1 for line in run.metrics if line.get("held_out")}
-    if evaluations or (len(steps) == 1 and steps <= evaluated_in_training):
+    # An evaluation in training is of all policies after one step, so it covers no weights from several checkpoints.
+    weights_evaluated_in_training = len(steps) == 1 and steps <= evaluated_in_training
+    if evaluations or weights_evaluated_in_training:
         return headline, ""
 
     # The held-out figures are of other weights, and the figures of records of the whole run: neither may be shown.

@@ -183,10 +183,17 @@ class Deployment:
             await local.aclose()
 
     def write(self, records: Sequence[Record]) -> None:
-        """Count ended calls by their status. The records themselves are not stored."""
+        """Count ended calls by role: all calls, unedited ones, and calls that no policy of the export has answered. The
+        records themselves are not stored.
+        """
+        # The export may leave some roles to the application's provider. Calls of roles that the export does not have
+        # are answered by its untrained model (`others`), or by the provider too.
+        roles_of_provider: Sequence[str] = ()
+        provider_answers_unlisted = True
+        if self._local is not None:
+            roles_of_provider = self._local.left_to_provider
+            provider_answers_unlisted = self._local.others is None
         calls = [record for record in records if isinstance(record, CallRecord)]
-        left_to_provider: Sequence[str] = () if self._local is None else self._local.left_to_provider
-        provider_answers_others = self._local is None or self._local.others is None
         with self._lock:
             for call in calls:
                 self.calls[call.role, call.status] += 1
@@ -194,9 +201,13 @@ class Deployment:
                     self.unedited[call.role, call.unedited] += 1
                 if call.role in self.served:
                     continue  # a policy of the export has answered it
-                if self.source is not None and call.role not in left_to_provider:
+                if call.role in roles_of_provider:
+                    self.passed_through[call.role] += 1
+                    continue
+                # Without a source there is no export that could list the role.
+                if self.source is not None:
                     self.unlisted[call.role] += 1
-                if provider_answers_others or call.role in left_to_provider:
+                if provider_answers_unlisted:
                     self.passed_through[call.role] += 1
 
     def _require_closed(self) -> None:

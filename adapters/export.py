@@ -182,7 +182,7 @@ def write_export(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        manifest = _write(partial, policies, others, origin, merge, gguf, prompts)
+        manifest = _write_policies(partial, policies, others, origin, merge, gguf, prompts)
         manifest = msgspec.structs.replace(numbered(manifest, target), models=dict(origin.models))
         write_manifest(partial, manifest)
         write_card(partial, manifest, origin.background)
@@ -212,17 +212,19 @@ def _check_bases_for_gguf(policies: Sequence[TrainedPolicy]) -> None:
             raise ConfigError(error.field, error.value, fault, error.remedy) from None
 
 
-def _write(
+def _write_policies(
     folder: Path,
     policies: Sequence[TrainedPolicy],
-    others: TrainedPolicy | None,
+    untrained: TrainedPolicy | None,
     origin: Origin,
     merge: bool,
     gguf: Precision | None,
     prompts: Prompts | None,
 ) -> Manifest:
-    """Write the weights of all policies and the prompts into `folder`. Returns the manifest, which the caller writes
-    last.
+    """Write the weights of all policies, and the prompts, into `folder`. Returns the manifest of the export, which the
+    caller writes after them.
+
+    `untrained` is the model that plays the roles without a policy; None leaves them to the application's provider.
     """
     base_of = functools.partial(
         _base_of,
@@ -237,7 +239,10 @@ def _write(
         for role in policy.roles:
             metrics = dict(policy.metrics.get(role, {}))
             roles.append(ExportedRole(role=role, policy=policy.name, metrics=metrics))
-    trained_with_other_prompts = prompts is not None and origin.trained_with != prompts.id
+    # The prompts of the training are named only if the exported ones are others.
+    trained_with = ""
+    if prompts is not None and origin.trained_with != prompts.id:
+        trained_with = origin.trained_with
     manifest = Manifest(
         format=FORMAT,
         cotune=version("cotune"),
@@ -245,10 +250,10 @@ def _write(
         run=origin.run,
         policies=tuple(exported),
         roles=tuple(roles),
-        other_roles="frozen" if others else "provider",
-        other_base=base_of(others) if others else None,
+        other_roles="frozen" if untrained else "provider",
+        other_base=base_of(untrained) if untrained else None,
         prompts=prompts.id if prompts is not None else "",
-        trained_with=origin.trained_with if trained_with_other_prompts else "",
+        trained_with=trained_with,
     )
     if prompts is not None:
         write_prompts(folder, prompts)
@@ -510,30 +515,36 @@ def _paths_of_bases(
 
 def _policies_of_checkpoint(described: RunDescription, checkpoint: Path, moved: Moved) -> list[TrainedPolicy]:
     """The policies of a checkpoint with their weights. Raises RunError if its files do not match their hashes."""
-    if wrong := checkpoint_fault(checkpoint, described.id):
+    if fault := checkpoint_fault(checkpoint, described.id):
         remedy = "Name an older checkpoint in checkpoints/latest, or train again."
-        raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", remedy)
-    saved = read_policies(checkpoint)
-    bases = _paths_of_bases(checkpoint.parent.parent, described, saved, moved)
-    dtype = described.dtype_of({policy.kind for policy in saved})
-    return [
-        TrainedPolicy(
-            name=policy.name,
-            kind=policy.kind,
-            version=policy.version,
-            roles=policy.roles,
-            model=bases.get(policy.model or described.model or ""),
-            weights=read_weights(checkpoint / policy.weights_file) if policy.weights_file else None,
-            lora=policy.lora,
-            metrics=policy.metrics,
-            trained_on=described.held.of(policy.name),
-            tool_format=described.config.tool_format_of(policy.name),
+        raise RunError(f"The checkpoint {checkpoint} is broken: {fault}.", remedy)
+    saved_policies = read_policies(checkpoint)
+    run = checkpoint.parent.parent
+    path_of_base = _paths_of_bases(run, described, saved_policies, moved)
+    dtype = described.dtype_of({saved.kind for saved in saved_policies})
+    policies = []
+    for saved in saved_policies:
+        base = saved.model or described.model  # of the policy itself, or of all policies of the run
+        weights = None
+        if saved.weights_file:
+            weights = read_weights(checkpoint / saved.weights_file)
+        policy = TrainedPolicy(
+            name=saved.name,
+            kind=saved.kind,
+            version=saved.version,
+            roles=saved.roles,
+            model=path_of_base.get(base) if base else None,
+            weights=weights,
+            lora=saved.lora,
+            metrics=saved.metrics,
+            trained_on=described.held.of(saved.name),
+            tool_format=described.config.tool_format_of(saved.name),
             dtype=dtype,
             step=steps_of(checkpoint),
-            evaluation_sampling=described.config.evaluation_sampling(policy.name),
+            evaluation_sampling=described.config.evaluation_sampling(saved.name),
         )
-        for policy in saved
-    ]
+        policies.append(policy)
+    return policies
 
 
 def read_weights(path: Path) -> Weights:

@@ -19,11 +19,11 @@ from cotune.records.policies import UNTRAINED
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The model names of a server. A name that is neither in `served` nor in `shared` gets `default`, or a 404."""
+    """The model names of a server. A name that is neither in `served` nor in `ambiguous` gets `default`, or a 404."""
 
     served: Mapping[str, ServedModel]
     """Model name -> policy: roles, names given by `--as`, and names that one role asked for in training."""
-    shared: Mapping[str, Sequence[str]]
+    ambiguous: Mapping[str, Sequence[str]]
     """Model name -> the roles that asked for it, which a server cannot tell apart."""
     default: ServedModel | None = None
     remedy: str = ""
@@ -37,14 +37,14 @@ class ModelNames:
         """The policy that answers a model name; None for a name that gets a 404."""
         if model in self.served:
             return self.served[model]
-        if model in self.shared or model in self.left_to_provider:
+        if model in self.ambiguous or model in self.left_to_provider:
             return None
         return self.default
 
     def fault(self, model: str) -> str:
         """Why no policy answers `model`, and how to change that."""
-        if roles := self.shared.get(model):
-            return f"{_shared_name_text(model, roles)}, or start the server with --as {model}=ROLE."
+        if roles := self.ambiguous.get(model):
+            return f"{_ambiguous_name_text(model, roles)}, or start the server with --as {model}=ROLE."
         unknown = f"There is no model {model!r} here; the models are: {', '.join(self.served)}."
         if model in self.left_to_provider:
             return f"{unknown} Training left role {model!r} to its provider."
@@ -52,7 +52,7 @@ class ModelNames:
 
     def notes(self) -> list[str]:
         """Sentences printed when the server starts: the policy for unlisted names, and the names that get a 404."""
-        lines = [_shared_name_text(name, roles) for name, roles in self.shared.items()]
+        lines = [_ambiguous_name_text(name, roles) for name, roles in self.ambiguous.items()]
         if self.default is not None:
             lines.append(f"any other name: {self.default.policy} ({self.default.kind}), {self.default.base}")
         elif not self.plain:
@@ -60,7 +60,7 @@ class ModelNames:
         return lines
 
 
-def _shared_name_text(name: str, roles: Sequence[str]) -> str:
+def _ambiguous_name_text(name: str, roles: Sequence[str]) -> str:
     both = "both" if len(roles) == 2 else "all"
     return f"{', '.join(roles[:-1])} and {roles[-1]} {both} ask for {name}: use cotune.deployed"
 
@@ -75,6 +75,7 @@ def name_models(
     `prompts`, requests are edited by role, so each name must lead to exactly one role. Raises ConfigError for an alias
     or a default that the export does not have.
     """
+    # Model name -> policy. The name of a role is also a model name.
     served = {**local.served, **_served_aliases(local, aliases or {})}
     manifest = local.manifest
     if manifest is None:
@@ -82,21 +83,27 @@ def name_models(
             fault = "chooses among the policies of an export, and this is a plain model"
             raise ConfigError("default", default, fault, "Name each further model name with --role NAME.")
         remedy = "Start the server with --role NAME to give the model another name."
-        return ModelNames(served, shared={}, remedy=remedy, plain=True)
+        return ModelNames(served, ambiguous={}, remedy=remedy, plain=True)
 
-    # In training, the untrained model answered the roles that no policy plays; it still does.
-    for role in manifest.models:
-        if role not in served and role not in local.left_to_provider and local.others is not None:
-            served[role] = replace(local.others, name=role)
+    # Recorded roles that no policy plays were answered by the untrained model in training, if the export has it
+    # (`others`), and still are.
+    untrained = local.others
+    if untrained is not None:
+        for role in manifest.models:
+            if role not in served and role not in local.left_to_provider:
+                served[role] = replace(untrained, name=role)
 
-    names_from_training, shared = _names_from_training(manifest, served, prompts)
-    choices = [policy.name for policy in manifest.policies if policy.base is not None]
+    # An application asks for names such as `gpt-4o-mini`, which in training led to one role or to several.
+    requested, ambiguous = _requested_names(manifest, served, prompts)
+    served |= requested
+
+    policy_names = [policy.name for policy in manifest.policies if policy.base is not None]
     default_name = default or _policy_of_all_roles(manifest, prompts)
-    remedy = f"Start the server with --default POLICY ({', '.join(choices)}) or --default {UNTRAINED.name}."
+    remedy = f"Start the server with --default POLICY ({', '.join(policy_names)}) or --default {UNTRAINED.name}."
     return ModelNames(
-        {**served, **names_from_training},
-        shared,
-        default=_default_model(manifest, default_name, choices),
+        served,
+        ambiguous,
+        default=_default_model(manifest, default_name, policy_names),
         remedy=remedy,
         left_to_provider=local.left_to_provider,
     )
@@ -116,7 +123,7 @@ def _served_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> dict[st
     return served
 
 
-def _names_from_training(
+def _requested_names(
     manifest: Manifest, served: Mapping[str, ServedModel], prompts: bool
 ) -> tuple[dict[str, ServedModel], dict[str, list[str]]]:
     """The model names that roles asked for in training, such as `gpt-4o-mini`, without the names in `served`.
@@ -131,7 +138,7 @@ def _names_from_training(
             roles_of_model.setdefault(model, []).append(role)
 
     unambiguous: dict[str, ServedModel] = {}
-    shared: dict[str, list[str]] = {}
+    ambiguous: dict[str, list[str]] = {}
     for name, roles in roles_of_model.items():
         if name in served:
             continue
@@ -139,12 +146,12 @@ def _names_from_training(
         policies = {served[role].policy if role in served else None for role in roles}
         # With edited prompts, even roles of one policy get different answers.
         if len(roles) > 1 and (prompts or len(policies) > 1):
-            shared[name] = roles
+            ambiguous[name] = roles
         elif roles[0] in served:
             # A call is counted and edited as its role, which a name of several roles does not tell.
             role = roles[0] if len(roles) == 1 else ""
             unambiguous[name] = replace(served[roles[0]], name=role)
-    return unambiguous, shared
+    return unambiguous, ambiguous
 
 
 def _policy_of_all_roles(manifest: Manifest, prompts: bool) -> str:

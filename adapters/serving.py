@@ -245,12 +245,13 @@ def serve(
 ) -> None:
     """Serve an export, or a plain model, over an OpenAI-compatible API until Ctrl-C, SIGTERM or SIGHUP.
 
-    The model names of an export are its roles, and the names that a single role asked for in training. A plain model
-    has its own name and `names`. `aliases` are further names for roles. `default` names the policy that answers all
-    other names, or is "base" for the untrained model. Without it they are refused, unless the only policy of the export
-    played every recorded role. `model` is the present place of an export's base model if it was moved (for several, a
-    mapping from the old place to the new one). `tool_format` is the format of the model's tool calls. Requests need
-    `token` (default: COTUNE_TOKEN of the environment), if there is one, and have at most `max_body` bytes.
+    An export is served under the names of its roles. A model name that only one role asked for in training, such as
+    `gpt-4o-mini`, leads to that role too. A plain model has its own name and `names`. `aliases` are further names for
+    roles. `default` names the policy that answers all other names, or is "base" for the untrained model. Without it
+    they are refused, unless the only policy of the export played every recorded role. `model` is the present place of
+    an export's base model if it was moved (for several, a mapping from the old place to the new one). `tool_format` is
+    the format of the model's tool calls. Requests need `token` (default: COTUNE_TOKEN of the environment), if there is
+    one, and have at most `max_body` bytes.
 
     Requests are answered with the edited prompts that the export was trained with, if any, or with the prompts of the
     file `prompts`. Prompts that it was not trained with need `any_prompts=True`. With `records`, the address of a store
@@ -281,7 +282,8 @@ def serve(
         for note in endpoint.names.notes():
             say(f"  {note}")
         say("Ctrl-C stops it.")
-        if not endpoint.names.shared:
+        # Names that several roles ask for are refused, so an application with such names does not run unchanged.
+        if not endpoint.names.ambiguous:
             suggest(f"OPENAI_BASE_URL={endpoint.url} python my_app.py")
         endpoint.wait()
 

@@ -131,8 +131,11 @@ class LoopSampler(CalledSampler):
         try:
             return await (task if cancelled_with_caller else asyncio.shield(task))
         except asyncio.CancelledError:
+            # Either somebody cancels the caller, or the sampler was closed, which cancels its tasks. Only the former
+            # reaches the caller as a cancellation.
             caller = asyncio.current_task()
-            if self._broken is not None and task.cancelled() and not (caller and caller.cancelling()):
+            caller_is_cancelled = caller is not None and caller.cancelling() > 0
+            if task.cancelled() and not caller_is_cancelled and self._broken is not None:
                 raise SamplerError(self._broken.cause, self._broken.remedy) from None
             raise
 

@@ -99,25 +99,30 @@ class Queue:
     async def place(self, request: Request) -> Engine:
         """Wait until the request is given to an engine, and return the engine. Raises EngineLost.
 
-        A request that another engine has failed goes before the others.
+        A request that an engine has failed before goes to the front of the queue.
         """
-        request.placed = asyncio.get_running_loop().create_future()
-        if request.tried:
+        placed = asyncio.get_running_loop().create_future()
+        request.placed = placed
+        is_retry = bool(request.tried)
+        if is_retry:
             self._waiting.appendleft(request)
         else:
             self._waiting.append(request)
         self._dispatch()
-        if not request.placed.done() and not request.tried:
-            # "queued" waits for a busy engine, "waited" until enough engines are healthy.
+        if not placed.done() and not is_retry:
+            # "queued" counts requests for which all engines are busy, "waited" those that came while too few engines
+            # were healthy.
             self._counters["queued" if self._enough_healthy else "waited"] += 1
         try:
-            return await request.placed
+            return await placed
         except asyncio.CancelledError:
             if request in self._waiting:
                 self._waiting.remove(request)
-            # An engine that was chosen at this moment counts the request as running.
-            elif request.placed.done() and not request.placed.cancelled() and request.placed.exception() is None:
-                self.leave(request, request.placed.result())
+                raise
+            got_engine = placed.done() and not placed.cancelled() and placed.exception() is None
+            if got_engine:
+                # The engine was chosen just before the caller was cancelled, and counts the request as running.
+                self.leave(request, placed.result())
             raise
 
     def leave(self, request: Request, engine: Engine) -> None:

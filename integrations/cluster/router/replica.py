@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -90,22 +90,22 @@ class Engine:
             self.fail("faulty", f"{self.faults} requests in a row failed; the last one: {reason}")
 
     async def within(self, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work` on this engine; `work` is cancelled after so many seconds.
+        """The result of `work`, a call of this engine's sampler.
 
-        Raises TimeoutError, TakenOut, and the errors of `work`.
+        Raises TimeoutError after so many seconds, TakenOut if the engine is taken out meanwhile, and the errors of
+        `work`. After a TimeoutError or TakenOut, `work` is cancelled.
         """
         task = asyncio.ensure_future(work)
         work_or_down: set[asyncio.Future[Any]] = {task, self.down}
         try:
             await asyncio.wait(work_or_down, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            task.cancel()
-        # `task.cancel()` takes effect at the next await only. A task that is cancelled here has cancelled itself.
+            task.cancel()  # no effect on a task that has ended; any other is cancelled at the next await, not yet here
         if task.cancelled():
             raise SamplerError("It cancelled the request by itself.")
         if task.done():
             return task.result()
-        # Neither the work nor the time decided: the engine was taken out meanwhile.
+        # The work is still running. Either the engine was taken out, or the time is over.
         if not self.healthy:
             raise TakenOut(self.down.result())
         raise TimeoutError(f"no answer within {seconds:g} s")
@@ -126,35 +126,40 @@ class Engine:
 
     async def publish(self, version: Version) -> None:
         """Serve a version. Raises SyncError if it arrives altered, and the same errors as `within`."""
-        weights, lora = version.target
+        artifact: Artifact = version.target
+        weights = artifact.weights
         if isinstance(weights, RemoteWeights):
             if not self.by_files_only:
                 await self._publish_remote(version)
                 return
+            # The learner failed to send weights to this engine before, so this process fetches the arrays for it.
             self._counters[BY_FILES] += 1
             weights = await self.within(limits.CONTROL_SECONDS, asyncio.to_thread(dict, weights))
-        await self._publish(version, weights, lora)
+        await self._publish(version, weights, artifact.lora)
 
     async def _publish(self, version: Version, weights: Weights, lora: LoraSpec | None) -> None:
         work = publish_verified(self.sampler, version.policy, weights, lora, version.fingerprint)
         await self.within(limits.CONTROL_SECONDS, work)
 
     async def _publish_remote(self, version: Version) -> None:
-        """Serve a version whose weights the learner can send to the engine."""
-        weights, lora = version.target
+        """Serve a version whose weights the learner sends to the engine. After a failure, later versions are read by
+        this process instead (`by_files_only`).
+        """
+        artifact: Artifact = version.target
         try:
-            await self._publish(version, weights, lora)
+            await self._publish(version, artifact.weights, artifact.lora)
         except RequestRefused:
-            raise
+            raise  # the engine works, and does not take this version
         except Exception as error:
             # A lost learner sends nothing, but the next one may.
             self.by_files_only = not isinstance(error, LearnerLost)
             try:
-                await self.info()
+                await self.info()  # counts a publication for which the engine itself has used files
             except Exception:  # noqa: BLE001
-                self._counters[BY_FILES] += 1  # an engine that has failed does not tell its count
+                # The engine cannot tell whether it has used files, so this counts as one.
+                self._counters[BY_FILES] += 1
             raise
-        # The version is served now, whether or not the engine tells its count. Its next info has the count too.
+        # The same count. An error does not matter: the version is served, and the next info has the count too.
         with suppress(Exception):
             await self.info()
 
@@ -171,18 +176,11 @@ class Engine:
         """Check that the engine answers and serves all published versions. Returns the fault, which takes the engine
         out; None for a healthy engine.
         """
-        before = _expected_fingerprints(self._versions)
-        lost_versions = []
+        expected_before = _expected_fingerprints(self._versions)
         try:
-            served = (await self.info()).served
-            for key, digest in sorted(_expected_fingerprints(self._versions).items()):
-                # A version that was published during the question does not count.
-                if before.get(key) != digest or served.get(key) == digest:
-                    continue
-                if key in served:
-                    lost_versions.append(f"{key} has the fingerprint {served[key]} instead of {digest}")
-                else:
-                    lost_versions.append(f"{key} is missing")
+            info = await self.info()
+            expected_after = _expected_fingerprints(self._versions)
+            lost_versions = _describe_lost_versions(info.served, expected_before, expected_after)
         except TakenOut as gone:
             return str(gone)
         except TimeoutError:
@@ -338,6 +336,25 @@ class Replica:
         self.fault = reason
         log.warning("Engine %s %s: %s.", self.name, event, reason)
         self._changed()
+
+
+def _describe_lost_versions(
+    served: Mapping[str, str], expected_before: Mapping[str, str], expected_after: Mapping[str, str]
+) -> list[str]:
+    """A phrase for each version that an engine should serve, but has lost or serves with another fingerprint.
+
+    All arguments are fingerprints by version: of the engine's answer, and as expected before the engine was asked and
+    after. A version that was published or retired in between is not compared.
+    """
+    phrases = []
+    for version, fingerprint in sorted(expected_after.items()):
+        if expected_before.get(version) != fingerprint:
+            continue
+        if version not in served:
+            phrases.append(f"{version} is missing")
+        elif served[version] != fingerprint:
+            phrases.append(f"{version} has the fingerprint {served[version]} instead of {fingerprint}")
+    return phrases
 
 
 def _expected_fingerprints(versions: Versions) -> dict[str, str]:

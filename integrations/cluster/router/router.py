@@ -224,8 +224,8 @@ class RoutedSampler(LoopSampler):
         errors: dict[str, CotuneError] = {}
         holders: list[Engine] = []
         for engine, error in zip(engines, outcomes, strict=True):
-            # An engine that was taken out meanwhile does not matter: its successor loads the version. It cannot do that
-            # if the weights are lost.
+            # The outcome of an engine that was taken out meanwhile does not matter, because the engine that replaces it
+            # loads the version again. It does matter if the weights were lost with the learner: nobody can load them.
             if not engine.healthy and not isinstance(error, LearnerLost):
                 continue
             if error is not None:

@@ -183,19 +183,21 @@ class _RefusalSearch:
         `reason` is the reason why the whole schema is refused.
         """
         path: list[str] = []
-        schema = root
+        innermost = root
         followed_references: set[str] = set()
         while True:
-            part = self._refused_part(schema, root)
-            if part is not None:
-                step, schema = part
-                path.append(step)
-                reason = self._refusal_reason(schema, root) or reason
+            refused_part = self._refused_part(innermost, root)
+            if refused_part is not None:
+                # Go on inside this part.
+                place, innermost = refused_part
+                path.append(place)
+                reason = self._refusal_reason(innermost, root) or reason
                 continue
-            target = self._refused_target(schema, root, followed_references)
+            # Each part is accepted by itself. The schema may refer to a definition that is refused.
+            target = self._refused_target(innermost, root, followed_references)
             if target is None:
-                return path, schema, reason
-            schema = target
+                return path, innermost, reason
+            innermost = target
 
     def _refused_part(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
         """The first part directly inside a schema that is refused by itself, with its place; None without one."""

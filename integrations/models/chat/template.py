@@ -86,10 +86,12 @@ class ChatTemplate:
         added_special = [str(token) for token in added_tokens if token.special]
         self._control_tokens = ControlTokens([*tokenizer.all_special_tokens, *added_special])
         self._only_parts = False
-        # The template of a model that sees images may accept texts only in parts.
+        """Whether the template leaves a content out if it is a text instead of a list of parts."""
+        # Templates of models that see images may do so. Try it with a message.
         if images is not None:
             with contextlib.suppress(SamplerError):
-                self._only_parts = _PROBE not in self._template([{"role": "user", "content": _PROBE}], None, {})
+                prompt = self._template([{"role": "user", "content": _PROBE}], None, {})
+                self._only_parts = _PROBE not in prompt
         self.end_token_ids = tuple(end_token_ids)
         self.counts: Counter[str] = Counter()
         """Counts of prompts, replies and special tokens.
@@ -102,7 +104,7 @@ class ChatTemplate:
         self._rendered: BoundedCache[_Rendered] = BoundedCache(PROMPTS, PROMPT_BYTES)
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
-        self.spelled: str | None = None
+        self.sample_call: str | None = None
         """A tool call as the chat template writes it; None if the template writes none."""
         self.tool_format = self._recognise_format() if tools == AUTO else tool_format(tools, tokenizer)
         """The format of tool calls; None if the template writes them in an unknown format."""
@@ -199,10 +201,13 @@ class ChatTemplate:
     ) -> tuple[bytes, str] | None:
         """The packed ids of a prompt that continues one of the `earlier` paths, and its text; None without such a path.
 
-        `text` is the prompt as the template writes it. The returned text differs if a reply is written otherwise there.
+        A path is an earlier prompt, or one with its reply. `text` is the new prompt as the template writes it. If the
+        model has written an earlier reply differently, the returned text has the reply as the model wrote it.
         """
         # The last request of a conversation may offer no tools, although earlier replies called some.
-        reply_tools = tools or (ANY_TOOLS if any(message.get("tool_calls") for message in messages) else None)
+        reply_tools = tools
+        if not reply_tools and any(message.get("tool_calls") for message in messages):
+            reply_tools = ANY_TOOLS
 
         def parse(prompt: Sequence[int], reply: Sequence[int]) -> Mapping[str, Any]:
             _, message, _ = self.parse(reply, prompt=prompt, tools=reply_tools)
@@ -212,19 +217,22 @@ class ChatTemplate:
         earlier_ids = EarlierIds(earlier, self._texts, parse, self.end_token_ids, tools_name)
         prompt_text = text
         path, remaining = earlier_ids.longest(text)
-        if len(path) < len(earlier_ids.paths[0]):
+        longest_earlier = earlier_ids.paths[0]
+        if len(path) < len(longest_earlier):
             # A longer path may fit if the text has the replies as the model wrote them.
-            spelled = None
+            own_text = None
             # A template may refuse a call without its mark; messages may have another form than OpenAI's.
             with contextlib.suppress(SamplerError, TypeError, AttributeError):
-                spelled = earlier_ids.spelled(messages, lambda chat: self._template(chat, tools, options), text, path)
-            if spelled is not None:
-                longer_path, longer_remaining = earlier_ids.longest(spelled)
+                own_text = earlier_ids.text_with_own_replies(
+                    messages, lambda chat: self._template(chat, tools, options), text, path
+                )
+            if own_text is not None:
+                longer_path, longer_remaining = earlier_ids.longest(own_text)
                 if len(longer_path) > len(path):
                     self._count("respelled")
                     path = longer_path
                     remaining = longer_remaining
-                    prompt_text = spelled
+                    prompt_text = own_text
         if not path:
             self._count("diverged")
             return None
@@ -274,7 +282,7 @@ class ChatTemplate:
         return self._replies.stopped_by(token_ids, stop)
 
     def _unknown(self) -> str:
-        return f"The model's chat template writes tool calls in an unknown form: {self.spelled!r}."
+        return f"The model's chat template writes tool calls in an unknown form: {self.sample_call!r}."
 
     def _recognise_format(self) -> ToolFormat | None:
         """The format of the tool calls that the chat template writes; Hermes if it writes none."""
@@ -283,10 +291,10 @@ class ChatTemplate:
             return self._template(messages, None, {}, generation=generation)
 
         try:
-            self.spelled = spelled_by(template, [self.tokenizer.decode([end]) for end in self.end_token_ids])
+            self.sample_call = spelled_by(template, [self.tokenizer.decode([end]) for end in self.end_token_ids])
         except SamplerError:  # the template refuses calls
             return HERMES
-        return HERMES if self.spelled is None else format_that_reads(self.spelled)
+        return HERMES if self.sample_call is None else format_that_reads(self.sample_call)
 
     @functools.cached_property
     def shows_tools(self) -> bool:
@@ -331,11 +339,16 @@ class ChatTemplate:
         return option in str(self.tokenizer.chat_template)
 
     def grammar(self, asked: Mapping[str, Any], tools: Tools | None, prompt: Sequence[int]) -> str:
-        """The grammar of the replies that a request in OpenAI form allows (`reply_grammar`). Raises RequestRefused."""
+        """The grammar of the replies that a request allows. `asked` is the body of the request in OpenAI form, and
+        `prompt` are the ids of its rendered messages. Raises RequestRefused for a grammar that cannot be enforced.
+        """
         grammar = reply_grammar(asked, tools, self._syntax(prompt))
         trials = self._grammars.trials
-        if trials.fault(grammar) and (place := refused_place(asked, tools, trials.fault)):
-            raise RequestRefused(f"{NOT_ENFORCEABLE}: {place}.", REMEDY)
+        if trials.fault(grammar):
+            # If the part of a schema that is refused can be found, the error names it.
+            refused_part = refused_place(asked, tools, trials.fault)
+            if refused_part:
+                raise RequestRefused(f"{NOT_ENFORCEABLE}: {refused_part}.", REMEDY)
         trials.check(grammar)
         return grammar
 

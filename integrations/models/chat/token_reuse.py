@@ -101,7 +101,7 @@ class EarlierIds:
         self.paths = sorted(filter(None, paths), key=len, reverse=True)
         self._texts = texts
         self._parse = parse
-        self._ends = {pack_ids([end]): texts.decode([end]) for end in ends}
+        self._end_token_texts = {pack_ids([end]): texts.decode([end]) for end in ends}
         self._tools = tools
 
     def longest(self, text: str) -> tuple[bytes, str]:
@@ -115,17 +115,17 @@ class EarlierIds:
             path_text = self._text(i)
             if path_text and text.startswith(path_text):
                 return path, text[len(path_text) :]
-            end_token_text = self._ends.get(path[-_ID_BYTES:])
+            end_token_text = self._end_token_texts.get(path[-_ID_BYTES:])
             if end_token_text is None:
                 continue
             without_end = path_text.removesuffix(end_token_text)
-            with_any_end = tuple(without_end + end for end in self._ends.values())
+            with_any_end = tuple(without_end + end for end in self._end_token_texts.values())
             if without_end and text.startswith(with_any_end):
                 # The remaining text still begins with the template's end token.
                 return path[:-_ID_BYTES], text[len(without_end) :]
         return b"", text
 
-    def spelled(
+    def text_with_own_replies(
         self, messages: Messages, template: Callable[[Messages], str], canonical: str, reused: bytes
     ) -> str | None:
         """The text of a prompt in which earlier replies are written as the model wrote them.
@@ -164,18 +164,22 @@ class EarlierIds:
     def _possible_texts(
         self, numbers: Sequence[int], replies: Sequence[Reply], canonical: str, reused: bytes
     ) -> list[str]:
-        """The texts of those paths that the prompt with the text `canonical` may continue, the longest first.
+        """The texts of paths that the prompt with the text `canonical` may continue, the longest first.
 
-        `numbers` are the numbers of paths that are longer than the path `reused` and begin with it. `replies` are their
-        replies.
+        `numbers` are the numbers of all paths that are longer than the path `reused` and begin with it, and `replies`
+        are their replies. Most of these paths cannot be continued, and are left out by cheap comparisons.
         """
+        if not numbers:
+            return []
+        longest_path = self.paths[numbers[0]]
         texts = []
         for i in numbers:
-            # A path that is only the beginning of the longest one says nothing new.
-            if i == numbers[0] or not self.paths[numbers[0]].startswith(self.paths[i]):
+            # The text of the longest path contains the texts of its own beginnings.
+            begins_longest = i != numbers[0] and longest_path.startswith(self.paths[i])
+            if not begins_longest:
                 texts.append(self._text(i))
-        # After the reused text, a path must continue as the template does, or with a reply. Comparing one character
-        # rules out most paths at little cost.
+        # After the reused text, a path must continue as the template does, or with a reply. The first character rules
+        # out most paths.
         end = len(self._text_of(reused)) if reused else 0
         next_characters = {canonical[end : end + 1], *(reply.text[:1] for reply in replies)}
         return [text for text in texts if text[end : end + 1] in next_characters]
@@ -192,29 +196,33 @@ class EarlierIds:
             key = (path, len(prompt), self._tools)
             reply = self._texts.replies.get(key)
             if reply is None:
-                reply = self._read(prompt, i)
+                reply = self._read_reply(prompt, i)
                 if reply is None:
                     continue
                 self._texts.replies.put(key, reply, len(path) + 4 * len(reply.meaning + reply.text) + _OVERHEAD)
             yield reply
 
-    def _read(self, prompt: bytes, number: int) -> Reply | None:
-        """The reply in the path with this number, which begins with the ids of `prompt`; None if the text of the path
-        does not begin with the prompt's text.
+    def _read_reply(self, prompt: bytes, path_number: int) -> Reply | None:
+        """The reply after `prompt` in the path with this number; None if the text of the path does not begin with the
+        prompt's text.
 
         A path is the packed token ids of an earlier prompt and its reply. The text of the reply has no reasoning and no
-        end token, as applications send it back without them.
+        end token, because applications send it back without them.
         """
-        path = self.paths[number]
-        path_text = self._text(number)
+        path = self.paths[path_number]
+        path_text = self._text(path_number)
         prompt_text = self._text_of(prompt)
         if not path_text.startswith(prompt_text):
             return None
-        end_token_text = self._ends.get(path[-_ID_BYTES:], "")
+        last_token = path[-_ID_BYTES:]
+        end_token_text = self._end_token_texts.get(last_token, "")
         reply_text = path_text[len(prompt_text) :].removesuffix(end_token_text)
-        message = self._parse(unpack_ids(prompt), unpack_ids(path[len(prompt) :]))
+        reply_ids = unpack_ids(path[len(prompt) :])
+        message = self._parse(unpack_ids(prompt), reply_ids)
         if message.get("reasoning_content"):
-            reply_text = reply_text.partition(REASONING[1])[2].lstrip("\n")
+            _, end_of_reasoning = REASONING
+            _, _, after_reasoning = reply_text.partition(end_of_reasoning)
+            reply_text = after_reasoning.lstrip("\n")
         return Reply(_comparable_message(message), reply_text)
 
     def _text(self, number: int) -> str:

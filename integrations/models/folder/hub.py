@@ -27,10 +27,11 @@ def push(folder: Path, name: str, *, private: bool, without: str) -> str:
     """
     from huggingface_hub import HfApi
 
-    state = f"{name} may not exist."
+    # The end of the error message: what the user finds on the Hub after a failure.
+    state_on_hub = f"{name} may not exist."
     try:
         repository = HfApi().create_repo(name, private=private, exist_ok=True)
-        state = f"{name} exists, but may lack this version."
+        state_on_hub = f"{name} exists, but may lack this version."
         HfApi().upload_folder(
             repo_id=name,
             folder_path=folder,
@@ -38,11 +39,12 @@ def push(folder: Path, name: str, *, private: bool, without: str) -> str:
             ignore_patterns=[f"{without}/*"],
         )
     except Exception as error:
-        why = (str(error).strip() or "no reason given").splitlines()[-1].rstrip(".")
-        cause = f"{folder} could not be pushed to {name}: {type(error).__name__}: {why}. {state}"
-        raise AdapterError(
-            cause, f"{_first_step(error)}The export itself is whole: {push_again(folder, name, without)}"
-        ) from error
+        # The Hub's errors have several lines, and the last one has the reason.
+        lines = str(error).strip().splitlines() or ["no reason given"]
+        reason = lines[-1].rstrip(".")
+        cause = f"{folder} could not be pushed to {name}: {type(error).__name__}: {reason}. {state_on_hub}"
+        remedy = f"{_first_step(error)}The export itself is whole: {push_again(folder, name, without)}"
+        raise AdapterError(cause, remedy) from error
     return str(repository)
 
 

@@ -63,8 +63,8 @@ class ImageInputs:
     def of(self, network: Any, token_ids: Sequence[int], images: Sequence[bytes]) -> dict[str, Any]:
         """The image inputs of a forward pass over one sequence, on the network's device: pixel values, and others.
 
-        `token_ids` are the ids of the pass. Raises RequestRefused if they have another number of image tokens than the
-        images need.
+        In `token_ids`, the ids of the sequence, image tokens stand for the images. Raises RequestRefused if there are
+        more or fewer of them than the images need.
         """
         import torch
 
@@ -76,11 +76,12 @@ class ImageInputs:
         if n_placeholders != n_needed:
             raise RequestRefused(f"The prompt has {n_placeholders} image tokens; its images take {n_needed}.", _CHECK)
 
-        # An ordinary copy would wait until the GPU has computed all passes before this one.
         pass_inputs = {}
         for name, value in inputs.items():
-            if name not in _TEXT:
-                pass_inputs[name] = value.to(network.device, non_blocking=True) if torch.is_tensor(value) else value
+            if name in _TEXT:
+                continue
+            # An ordinary copy would wait until the GPU has computed all passes before this one.
+            pass_inputs[name] = value.to(network.device, non_blocking=True) if torch.is_tensor(value) else value
         # Some networks also take a flag for each token: whether it stands for an image.
         parameters = inspect.signature(network.base_model.forward).parameters
         for name in parameters.keys() & {"token_type_ids", "mm_token_type_ids"}:
@@ -103,32 +104,38 @@ class ImageInputs:
     ) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Divide sequences, each with token ids and images, into passes that compute several of them at once.
 
-        Sequences share a pass if they have the same length and images of the same form, up to PASS_BYTES. Yields the
-        numbers of the sequences of each pass, and its image inputs as in `of`. Raises RequestRefused.
+        Sequences share a pass if they have the same length and images of the same form, up to PASS_BYTES. Yields, for
+        each pass, the numbers of its sequences (their positions in `sequences`), and its image inputs as in `of`.
+        Raises RequestRefused.
         """
         import torch
 
-        inputs_of: list[dict[str, Any]] = []
+        inputs_of_sequence: list[dict[str, Any]] = []
+        # By length and form of the inputs: passes, each a list of numbers of sequences. The last pass may get more.
         passes_of_form: dict[Any, list[list[int]]] = {}
         for number, (token_ids, images) in enumerate(sequences):
             inputs = self.of(network, token_ids, images)
-            inputs_of.append(inputs)
-            form: Any = number  # inputs that are no tensors cannot be stacked: the sequence has a pass of its own
+            inputs_of_sequence.append(inputs)
             if all(map(torch.is_tensor, inputs.values())):
-                form = tuple((name, value.dtype, value.shape[1:]) for name, value in inputs.items())
+                form: Any = tuple((name, value.dtype, value.shape[1:]) for name, value in inputs.items())
+            else:
+                form = number  # inputs that are no tensors cannot be stacked: the sequence has a pass of its own
             passes = passes_of_form.setdefault((len(token_ids), form), [[]])
-            pass_bytes = (len(passes[-1]) + 1) * sum(map(_bytes, inputs.values()))
-            if passes[-1] and pass_bytes > PASS_BYTES:
+            # Inputs of one form have equal sizes.
+            bytes_with_this = (len(passes[-1]) + 1) * sum(map(_bytes, inputs.values()))
+            if passes[-1] and bytes_with_this > PASS_BYTES:
                 passes.append([])
             passes[-1].append(number)
 
         for passes in passes_of_form.values():
-            for members in passes:
-                first = inputs_of[members[0]]
-                if len(members) == 1:
-                    yield members, first
-                else:
-                    yield members, {name: torch.cat([inputs_of[i][name] for i in members]) for name in first}
+            for numbers in passes:
+                inputs = inputs_of_sequence[numbers[0]]
+                if len(numbers) > 1:
+                    stacked = {}
+                    for name in inputs:
+                        stacked[name] = torch.cat([inputs_of_sequence[number][name] for number in numbers])
+                    inputs = stacked
+                yield numbers, inputs
 
     def _processor(self) -> Any:
         """The model's processor, loaded at the first image. Raises ConfigError if it needs a package that is

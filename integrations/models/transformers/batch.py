@@ -66,6 +66,21 @@ class _PrefillPass(NamedTuple):
     """A number to add to later positions, [members]; None for models whose positions count tokens."""
 
 
+def _bytes_per_token(config: Any, element_bytes: int) -> int:
+    """The bytes of one token's keys and values in all layers, for a model with this configuration."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_width * element_bytes
+
+
+def _all_layers_see_all_tokens(model: Any, config: Any) -> bool:
+    """Whether every layer attends to all tokens of a row, and the model accepts one mask for all layers."""
+    layer_kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    has_window = bool(getattr(config, "sliding_window", None))
+    takes_mask = getattr(model, "_supports_attention_backend", False)
+    return takes_mask and layer_kinds == {"full_attention"} and not has_window
+
+
 class Batch:
     """Decodes rows of one model. Not thread-safe: belongs to the engine's thread."""
 
@@ -77,8 +92,9 @@ class Batch:
         prefixes: PrefixCache | None = None,
         images: ImageInputs | None = None,
     ) -> None:
-        """`prefixes` are known beginnings of prompts, and `images` reads images for a model that sees them. Several
-        batches may share both."""
+        """An empty batch on a model. `prefixes` are known beginnings of prompts, and `images` reads images for a model
+        that sees them. Several batches may share both.
+        """
         self.model = model
         self.images = images
         self.prefixes = prefixes or PrefixCache(0)
@@ -94,30 +110,26 @@ class Batch:
         parameter = next(model.parameters())
         self.device = parameter.device
         self.cache = RowCache(config.num_hidden_layers, parameter.dtype, parameter.device)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._token_bytes = 2 * config.num_hidden_layers * heads * width * parameter.element_size()
-        layer_kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        self._one_mask = (
-            getattr(model, "_supports_attention_backend", False)
-            and layer_kinds == {"full_attention"}
-            and not getattr(config, "sliding_window", None)
-        )
-        """Whether all layers attend to all tokens of a row, so that one mask fits all."""
+        self._token_bytes = _bytes_per_token(config, parameter.element_size())
+
+        # The model library decodes every model. `DecodeStep` is faster, for models of the usual form.
+        self._one_mask = _all_layers_see_all_tokens(model, config)
+        """Whether one attention mask fits all layers."""
         self._can_share_columns = uses_rows_attention and self._one_mask
         self._cache_argument = cache_argument(model)
         self._step: Callable[[Tensor, RowCache, SharedColumns | None], Tensor] = self._library_step
         if self._can_share_columns and is_usual(model):
             self._step = DecodeStep(model, self.lora)
+
         self._groups: list[tuple[int, int]] = []
         """The first row of each job, and the row after its last."""
         self._uniforms: Tensor | None = None
         """Random numbers of the next steps, [rows, UNIFORM_STEPS], of which `_uniforms_used` are used."""
         self._uniforms_used = 0
         self._admitted = 0
-        """Tokens that the live rows can need, as of the last admission."""
+        """The most tokens that the rows may reach together, as of the last admission."""
         self._token_limit = math.inf
-        """Tokens that may be admitted, once there was too little memory."""
+        """The most tokens that may be admitted. It is lower only after the engine has run out of memory."""
         self._is_end_token = np.zeros(max(config.vocab_size, *end_token_ids, 0) + 1, bool)
         """By token id, [ids]: whether the token ends a candidate."""
         self._is_end_token[list(end_token_ids)] = True
@@ -167,14 +179,18 @@ class Batch:
     @torch.inference_mode()
     def step(self) -> list[Job]:
         """Decode one token for every row; return the jobs that ended with it."""
-        # Rows that have ended are computed too. Once they are an eighth of all, closing the gaps pays.
-        if self.alive < self.rows - self.rows // 8:
+        # A step computes rows that have ended too. Removing them copies the rows behind them, so it takes place only
+        # once more than an eighth of all rows have ended.
+        n_ended = self.rows - self.alive
+        if n_ended > self.rows // 8:
             no_new_rows = np.empty(0, np.int64)
             self._arrange(no_new_rows, width=0, span=0)
             self._refresh_derived()
         if self.cache.full:
-            rows = np.arange(self.rows)
-            self.cache.rearrange(rows, rows, rows=self.rows, longest=self._longest_row(), width=0, span=self.span)
+            # Make space for more columns. All rows stay where they are.
+            same_rows = np.arange(self.rows)
+            longest = self._longest_row()
+            self.cache.rearrange(same_rows, same_rows, rows=self.rows, longest=longest, width=0, span=self.span)
         logits = self._step(self._last_tokens[: self.rows, 0], self.cache, self._prompt_columns())
         self.cache.advance()
         return self._draw_tokens(logits, chosen_rows=None)
@@ -259,17 +275,24 @@ class Batch:
         return [*self._prefill_texts(sources, texts), *self._prefill_with_images(sources, with_images)]
 
     def _prefill_texts(self, sources: Sequence[Source], numbers: Sequence[int]) -> list[_PrefillPass]:
-        """Prefill the prompts with these `numbers`, which have no images.
+        """Prefill the prompts without images. `numbers` are their positions in `sources`.
 
-        Only tokens after the longest known beginning are computed. Prompts with about as many of them share a pass.
+        The states of the longest known beginning of a prompt are reused, and only the tokens after it are computed.
+        Prompts with about as many tokens to compute share a pass.
         """
         self._compute_stems([sources[i] for i in numbers])
-        known = {i: self.prefixes.match((self, sources[i].adapter_id), sources[i].prompt) for i in numbers}
-        self.prefixes.reused += sum(prefix.length for prefix in known.values())
+        known_prefixes: dict[int, Prefix] = {}  # by position in `sources`
+        n_new_tokens = []  # in the order of `numbers`
+        for i in numbers:
+            adapter_id, prompt, _ = sources[i]
+            prefix = self.prefixes.match((self, adapter_id), prompt)
+            self.prefixes.reused += prefix.length
+            known_prefixes[i] = prefix
+            n_new_tokens.append(len(prompt) - prefix.length)
         passes = []
-        for group in group_by_length([len(sources[i].prompt) - known[i].length for i in numbers]):
-            members = np.array([numbers[i] for i in sorted(group)])
-            cache, logits = self._prefill_pass([sources[i] for i in members], [known[i] for i in members])
+        for group in group_by_length(n_new_tokens):
+            members = np.array([numbers[k] for k in sorted(group)])
+            cache, logits = self._prefill_pass([sources[i] for i in members], [known_prefixes[i] for i in members])
             passes.append(_PrefillPass(members, cache, logits))
         return passes
 
@@ -294,20 +317,23 @@ class Batch:
     def _compute_stems(self, sources: Sequence[Source]) -> None:
         """Compute the beginnings (stems) that several of these prompts share, so that each is computed once.
 
-        `sources` are sorted by adapter, because only prompts of one adapter can share a cache. A stem may begin with
-        another stem, so the shortest ones are computed first, and the others in further rounds.
+        The states of a stem are stored in `prefixes`, from where the prompts continue. `sources` are sorted by adapter,
+        because only prompts of one adapter have equal states. A stem may begin with another stem, so the shortest ones
+        are computed first, and the others in further rounds.
         """
-        done: set[Source] = set()
-        while self.prefixes.limit:
+        if not self.prefixes.limit:
+            return  # nothing is stored
+        computed_stems: set[Source] = set()
+        while True:
             stems: list[Source] = []
             for adapter_id, sources_of_adapter in groupby(sources, key=lambda source: source.adapter_id):
                 prompts = [source.prompt for source in sources_of_adapter]
-                known = [self.prefixes.length((self, adapter_id), prompt) for prompt in prompts]
-                stems += [Source(adapter_id, stem, ()) for stem in find_shared_stems(prompts, known)]
+                known_lengths = [self.prefixes.length((self, adapter_id), prompt) for prompt in prompts]
+                stems += [Source(adapter_id, stem, ()) for stem in find_shared_stems(prompts, known_lengths)]
             # No new stem: all are computed, or some were dropped again because the cache is full.
-            if not set(stems) - done:
+            if not set(stems) - computed_stems:
                 return
-            done |= set(stems)
+            computed_stems |= set(stems)
             prefixes = [self.prefixes.match((self, adapter_id), stem) for adapter_id, stem, _ in stems]
             new_tokens = [len(stem.prompt) - prefix.length for stem, prefix in zip(stems, prefixes, strict=True)]
             for group in group_by_length(new_tokens):

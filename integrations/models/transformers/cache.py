@@ -174,13 +174,20 @@ class RowCache(Cache):
         width: int,
         span: int,
     ) -> None:
-        """Move the rows `live` to the rows `positions`, and make space for further rows, `rows` in total.
+        """Move the rows that have not ended (`live`) to other rows, and make space for new rows, which `fill` writes.
 
-        `longest` is the number of tokens of the longest live row, `width` of the longest prompt that the further rows
-        will be filled with, and `span` the most tokens that any row will reach. Afterwards there is a free column to
-        write, and columns that only ended rows have used are no longer in use.
+        Afterwards there is a free column to write, and columns that only ended rows have used are no longer in use.
+
+        Args:
+            live: the numbers of the rows to keep, [live].
+            positions: the numbers that they get, [live].
+            rows: the number of rows afterwards, new ones included.
+            longest: the number of tokens of the longest live row.
+            width: the number of tokens of the longest prompt of the new rows; 0 without new rows.
+            span: the most tokens that any row will reach.
         """
         window = self.window
+        # All rows end in the same column, so the longest live row begins in the first column that is still needed.
         window.first = window.end - longest
         tokens = max(longest, width)
         row_capacity, columns = self._buffer_sizes(rows, tokens, span)

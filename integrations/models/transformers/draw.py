@@ -103,7 +103,9 @@ class RowParams(NamedTuple):
     """The number of likeliest tokens that are reported, [rows]."""
 
     def rows(self, which: slice | Tensor) -> RowParams:
-        """The parameters of some rows, without the likeliest tokens."""
+        """The parameters of the rows `which`, to draw from these rows alone. Drawing does not use `top`, so it is left
+        out.
+        """
         return RowParams(
             temperature=self.temperature[which],
             greedy=None if self.greedy is None else self.greedy[which],

@@ -77,23 +77,25 @@ class DecodingEngine:
         self._tokenizer = tokenizer
         prefix_bytes = source.prefix_cache
         if prefix_bytes is None:
-            on_gpu = model.device.type == "cuda"
-            _, total_memory = torch.cuda.mem_get_info(model.device) if on_gpu else machine_memory()
-            prefix_bytes = total_memory // PREFIX_PART
+            prefix_bytes = _total_memory(model.device) // PREFIX_PART
         self.prefixes = PrefixCache(prefix_bytes)
         path = source.model if isinstance(source.model, str) else model.config.name_or_path
         self._images = ImageInputs(path) if sees_images(model.config) else None
+
+        # Prepare the model for decoding. These calls replace its layers by faster ones, and its logits by float32.
         self._packed = packed
         if packed:
             pack_linear_layers(model)
         elif model.device.type == "cpu" and prefers_onednn() and model.num_parameters() >= LARGE:
             speed_linear_layers(model)
         widen_logits(model)
+
+        # One batch decodes the base model and all adapters over it. Each policy with full weights gets one more.
         self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes, self._images)
         self._batches = [self._base]
         self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}
         self._versions = Versions((self._base, BASE))
-        """Their targets are a batch and the number of the adapter in it."""
+        """The served versions. The target of a version is its batch, and the id of its adapter in this batch."""
         self._jobs: dict[int, tuple[Job, Version]] = {}
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._replies: list[Answer] = []
@@ -388,6 +390,15 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
     if ends is None:
         ends = end_ids(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
     return DecodingEngine(model, tokenizer, ends, source, emit, packed=packed)
+
+
+def _total_memory(device: torch.device) -> int:
+    """The bytes of memory of a GPU, or of the machine for a CPU."""
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+    else:
+        _, total = machine_memory()
+    return total
 
 
 def _load_network(path: str, dtype: str) -> Any:

@@ -89,9 +89,9 @@ class VllmSampler(LoopSampler):
         self._full = size.full
         self._slots = size.adapters
         self._rank = size.rank
-        self._asleep: str | None = None
-        """Digest of the weights when the engine began to sleep."""
-        self._weights_stay = False
+        self._digest_before_sleep: str | None = None
+        """Digest of the weights when the engine began to sleep; None while it is awake."""
+        self._sleeps_with_weights = False
         """Whether the weights remain on the GPU while the engine sleeps."""
         self._published_slots: dict[int, list[str]] = {}
         """By slot of an adapter: its digest in each worker, computed when it was published."""
@@ -383,14 +383,19 @@ class VllmSampler(LoopSampler):
         return _same_answer(await self._ask("cotune_weights"))
 
     async def _sleep(self, keep_weights: bool) -> None:
-        """Free the engine's GPU memory, of the cache alone with `keep_weights`. On a CPU it only pauses."""
+        """Free the engine's GPU memory. With `keep_weights`, only the memory of the cache is freed. On a CPU, the
+        engine only pauses.
+        """
         if not self._size.sleeps:
             raise RequestRefused("This engine cannot sleep.", "Open it with sleeps=True.")
-        if self._asleep is not None and (keep_weights or not self._weights_stay):
-            return  # it has freed this memory already
+        is_asleep = self._digest_before_sleep is not None
+        can_free_weights = self._sleeps_with_weights and not keep_weights
+        if is_asleep and not can_free_weights:
+            return  # the memory is free already
         try:
-            # The digest is compared when the engine wakes. An engine that sleeps deeper keeps the first one.
-            digest = self._asleep or await self._digest()
+            # `_wake` compares the weights with this digest. An engine that frees its weights later, while it sleeps,
+            # keeps the first one.
+            digest = self._digest_before_sleep or await self._digest()
             if not on_gpu():
                 await self._llm.pause_generation(mode="wait", clear_cache=True)
             elif keep_weights:
@@ -400,29 +405,29 @@ class VllmSampler(LoopSampler):
                 await self._llm.sleep(level=1, mode="wait")  # level 2 would drop the base weights
         except Exception as error:
             raise self._failed(error) from error
-        self._asleep = digest
-        self._weights_stay = on_gpu() and keep_weights
+        self._digest_before_sleep = digest
+        self._sleeps_with_weights = on_gpu() and keep_weights
 
     async def _wake(self) -> None:
         """Wake the engine, and check that its weights and adapters are still the published ones."""
-        if self._asleep is None:
+        if self._digest_before_sleep is None:
             return
         try:
-            if on_gpu() and not self._weights_stay:
+            if on_gpu() and not self._sleeps_with_weights:
                 await self._llm.wake_up(tags=["weights"])
             digest = await self._digest()
-            changed = [str(version.policy) for version in self._versions.all() if await self._changed_slot(version)]
-            if digest == self._asleep and not changed:
+            changed = [str(version.policy) for version in self._versions.all() if await self._adapter_changed(version)]
+            if digest == self._digest_before_sleep and not changed:
                 await self._wake_cache()
         except Exception as error:
             raise self._failed(error) from error
-        if digest != self._asleep:
-            fault = f"other weights: {digest} instead of {self._asleep}"
+        if digest != self._digest_before_sleep:
+            fault = f"other weights: {digest} instead of {self._digest_before_sleep}"
         elif changed:
             fault = f"other values in the adapters {', '.join(changed)} than were published"
         else:
-            self._asleep = None
-            self._weights_stay = False
+            self._digest_before_sleep = None
+            self._sleeps_with_weights = False
             return
         lost = SamplerError(f"The engine woke with {fault}.", _REOPEN)
         self._fail(lost)
@@ -430,26 +435,27 @@ class VllmSampler(LoopSampler):
 
     async def _wake_cache(self) -> None:
         """Allocate the memory of the cache again, and answer requests again."""
-        if on_gpu() and not self._weights_stay:
+        if on_gpu() and not self._sleeps_with_weights:
             await self._llm.wake_up(tags=["kv_cache"])
             return
         if on_gpu():
             await self._ask("cotune_restore_cache")
         await self._llm.resume_generation()
 
-    async def _changed_slot(self, version: Version) -> bool:
-        """Whether an adapter has other values on the device than when it was published."""
+    async def _adapter_changed(self, version: Version) -> bool:
+        """Whether the adapter of a version has other values on the device than when it was published."""
         if version.target is None:
-            return False
-        lora_id = version.target.lora_int_id
-        published_digests = self._published_slots[lora_id]
+            return False  # full weights: `_digest` covers them
+        adapter_id = version.target.lora_int_id
+        published_digests = self._published_slots[adapter_id]
         if UNKNOWN in published_digests and not self._warned_of_slots:
             self._warned_of_slots = True
             log.warning(
                 "This version of vLLM does not show the adapters that its kernels read: cotune cannot check them after "
                 "the engine wakes. The probe after each publication still compares log-probabilities."
             )
-        return published_digests != await self._ask("cotune_slot", lora_id)
+        present_digests = await self._ask("cotune_slot", adapter_id)
+        return present_digests != published_digests
 
     async def _digest(self) -> str:
         """Digest of the weights of all workers. Each worker has only a part of the weights if several share a model."""

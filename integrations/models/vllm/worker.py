@@ -64,8 +64,9 @@ class CotuneWorker:
             raise RuntimeError(f"adapter {lora_id} in the engine has other values than {folder}")
         return fingerprint(weights)
 
-    def cotune_mask_padding(self, token_ids: int) -> str:
-        """Set the probability of a padded vocabulary's logits, which begin at `token_ids`, to 0 from now on.
+    def cotune_mask_padding(self, n_token_ids: int) -> str:
+        """Never draw an id of `n_token_ids` or more from now on. The model has more logits than the tokenizer has
+        tokens, because vocabularies are padded to a round number.
 
         This costs one write per pass. Parameters of requests (`logit_bias`, `allowed_token_ids`) would cost work in
         each request, and vLLM's newer model runner does not support custom logits processors.
@@ -76,11 +77,11 @@ class CotuneWorker:
         def compute_masked(*arguments: Any, **options: Any) -> torch.Tensor | None:
             logits = compute(*arguments, **options)
             if logits is not None:  # only one of several workers has the logits
-                logits[..., token_ids:] = -torch.inf
+                logits[..., n_token_ids:] = -torch.inf
             return logits
 
         model.compute_logits = compute_masked
-        return str(token_ids)
+        return str(n_token_ids)
 
     def cotune_slot(self, lora_id: int) -> str:
         """Compute the digest of an adapter's values in its slot on the device; see `slot_digest`."""
