@@ -140,10 +140,18 @@ def _untrained_responder(
     """A responder that answers every role with the untrained model of its policy. Under plan tree it draws two
     candidates per call, the fewest that show how candidates are compared."""
     plan, recipes, _plan_text = resolve_plan(config, list(workflow.scorers), workflow.variable)
+    # Roles whose policy has a base model of its own. All other roles are answered by UNTRAINED, the run's model.
+    policy_of_role: dict[str, PolicyRef] = {}
+    provider_roles: list[str] = []
+    for policy in config.policy:
+        if policy.model:
+            policy_of_role |= dict.fromkeys(policy.roles, PolicyRef(policy.name))
+        if policy.kind == "provider":
+            provider_roles += policy.roles
     return PolicyResponder(
         sampler,
         chats.own,
-        {role: PolicyRef(policy.name) for policy in config.policy if policy.model for role in policy.roles},
+        policy_of_role,
         chats=chats.others,
         plan=msgspec.structs.replace(plan, k=2),
         scorers=workflow.scorers,
@@ -152,7 +160,7 @@ def _untrained_responder(
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.request_timeout),
         override={"temperature": config.sampling.temperature},
         own_sampling=config.own_sampling(config.named_roles),
-        provider_roles=[role for policy in config.policy if policy.kind == "provider" for role in policy.roles],
+        provider_roles=provider_roles,
         others=UNTRAINED,
         seed=config.seed,
     )
@@ -179,16 +187,17 @@ async def _run_first_episodes(
         episodes_per_task = 2
         planned = EPISODES
     for number in range(MOST_EPISODES):
+        # Beyond the planned ones, go on only while all have failed: another answer may let the workflow end well.
         has_time = time.monotonic() - started < MOST_SECONDS
         if number >= planned and not (_all_failed_by_answers(outcomes) and has_time):
             break
         total = planned if number < planned else f"at most {MOST_EPISODES}, as each has failed"
         say(f"looking at the application: episode {number + 1} of {total} ...")
-        # With few tasks, the list of tasks is run several times. The rollout number counts the episodes of a task.
-        passes, index = divmod(number // episodes_per_task, len(tasks))
+        # With few tasks, the list of tasks is run several times. A rollout is the number of an episode of its task.
+        earlier_rounds, index = divmod(number // episodes_per_task, len(tasks))
         options = EpisodeOptions(
             phase="check",
-            rollout=passes * episodes_per_task + number % episodes_per_task,
+            rollout=earlier_rounds * episodes_per_task + number % episodes_per_task,
             timeout=config.episode_timeout,
             max_calls=config.max_calls or LEAST_CALL_LIMIT,
             parts=parts,
@@ -211,12 +220,14 @@ def _all_failed_by_answers(outcomes: Sequence[Outcome]) -> bool:
 
 
 def _finding_lines(findings: Iterable[Finding]) -> list[str]:
-    """A line for each finding, with all roles that have it."""
+    """Return a line for each finding. Equal findings on several roles are one line, which begins with the roles."""
     roles_of_text: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
         roles_of_text.setdefault((finding.text, finding.remedy), []).append(finding.about)
     lines: list[str] = []
     for (text, remedy), roles in roles_of_text.items():
-        prefix = "" if roles == ["rewards"] else f"{', '.join(roles)}: "
-        lines.append(f"{prefix}{text} {remedy}".strip())
+        line = f"{text} {remedy}".strip()
+        # A finding on the rewards names its role itself.
+        is_on_rewards = roles == ["rewards"]
+        lines.append(line if is_on_rewards else f"{', '.join(roles)}: {line}")
     return lines

@@ -35,7 +35,10 @@ class DrawnAnswers:
         """Answers so far by episode, role and kind: the name of a tool, the schema of a reply, or text."""
 
     def __call__(self, call: LiveCall) -> Callable[[int], Message]:
-        """A function from the index of a candidate of this call to its message."""
+        """Return a function from the index of a candidate of this call to its message: a tool call or a text.
+
+        Answers of the same kind (tool, or form of the reply) are counted for each role, so that they differ.
+        """
         function = self.function_of(call)
         if function is None:
             kind = str(call.params.get("response_format"))
@@ -68,18 +71,20 @@ class DrawnAnswers:
             return None
         demanded = isinstance(choice, Mapping) or choice in ("required", "any")
 
-        # 2. The function that this run calls, as the docstring of the class says.
+        # 2. The function that this run calls. The docstring of the class says what each run does about tools.
         usable: list[Mapping[str, Any] | None] = []
         if self.call_tools and self.run != 1:
             usable += [function for function in functions if self.may_call(call, function)]
-        if self.run > 2 and usable:
-            if not demanded:
-                usable.append(None)
-            return random.Random(f"{self.run} {call.role} {call.turn}").choice(usable)
-        if usable:
-            return usable[-1] if self.run == 2 else usable[0]
-        # A request that demands a call gets the last tool: frameworks put the one that ends a loop there.
-        return functions[-1] if demanded else None
+        if not usable:
+            # A request that demands a call gets the last tool: frameworks put the one that ends a loop there.
+            return functions[-1] if demanded else None
+        if self.run == 0:
+            return usable[0]
+        if self.run == 2:
+            return usable[-1]
+        if not demanded:
+            usable.append(None)
+        return random.Random(f"{self.run} {call.role} {call.turn}").choice(usable)
 
     def may_call(self, call: LiveCall, function: Mapping[str, Any]) -> bool:
         """Whether the role may call the tool once more in this run."""

@@ -36,11 +36,14 @@ def shown_json(text: str, draw: Draw) -> str | None:
     The prompt describes it by a schema or an example, or by a sentence that lists the keys."""
     if "json" not in text.lower() and '"properties"' not in text:
         return None
-    # 1. Examples, also after their descriptions and comments are made into JSON. The largest one is the last.
-    completed = NOT_JSON.sub("", SKETCH.sub(as_placeholder, NOT_JSON.sub("", text)))
+    # 1. The JSON in the prompt. Prompts also sketch JSON, with comments and with descriptions in place of values. To
+    # read it, remove the comments and replace the descriptions. The largest example is the last.
+    without_comments = NOT_JSON.sub("", text)
+    with_placeholders = SKETCH.sub(as_placeholder, without_comments)
+    completed = NOT_JSON.sub("", with_placeholders)
     examples = sorted([*json_in(text), *json_in(completed)], key=lambda example: len(json.dumps(example)))
 
-    # 2. Without any, the keys that a sentence lists.
+    # 2. Without any JSON, the keys that a sentence lists.
     listed_keys = KEYS.search(text)
     if not examples and listed_keys is not None:
         are_lists = listed_keys[1].lower().startswith(("list", "array"))
@@ -102,7 +105,7 @@ def schema_of(example: Any) -> Any:
     text = sketched[1] if sketched else example
     kind = TYPE.match(text) if sketched else None
     if kind is not None:
-        return {"type": kind.lastgroup, "description": text}
+        return {"type": kind.lastgroup, "description": text}  # the groups of TYPE have the names of JSON's types
     options = [option.strip() for option in re.split(r"[|/]|\bor\b" if sketched else r"[|/]", text)]
     if len(options) > 1 and all(re.fullmatch(r"[\w -]{1,24}", option) for option in options):
         return {"enum": options}
@@ -114,18 +117,20 @@ def schema_of(example: Any) -> Any:
 def shown_form(prompt: str) -> str | None:
     """A text in the form that a prompt shows: labels, tags, a fenced block, a quoted example, Markdown; else None."""
     parts = [example for _, example in QUOTED_EXAMPLE.findall(prompt)]
-    # Labels with a placeholder or an example behind them: on a line of their own, in quotes, or in quotes with the
-    # description after them.
+    # 1. Labels with a placeholder or an example behind them: on a line of their own ("Score: [1-10]"), in quotes, or in
+    # quotes with the description after them.
     labels = re.findall(r"^[ \t*#-]*([A-Z][\w ]{0,30}?)\**: *(?!.*</)([\[<{(][^\n]*)", prompt, re.M)
     labels += re.findall(r"['\"`]([A-Z][\w ]{0,30}): *([A-Z]|\d+|\.{3}|[\[<{(][^'\"`\n]*)['\"`]", prompt)
     labels += re.findall(r"['\"`]([A-Z][\w ]{0,30}): ?['\"`]( [^\n.]{0,60})", prompt)
     for label, placeholder in dict.fromkeys(labels):
         parts.append(f"{label}: {fill_placeholder(label, placeholder)}")
-    # Pairs of tags, and tags that a sentence asks for ("in <answer> tags").
+    # 2. Pairs of tags, and tags that a sentence asks for ("in <answer> tags").
     for tag in dict.fromkeys(re.findall(r"<(\w+)>", prompt)):
         contents = re.findall(rf"<{tag}>(.*?)</{tag}>", prompt, re.S)
         if contents or re.search(rf"<{tag}> tags?\b", prompt):
-            parts.append(f"<{tag}>{fill_placeholder(tag, contents[-1] if contents else '')}</{tag}>")
+            placeholder = contents[-1] if contents else ""
+            parts.append(f"<{tag}>{fill_placeholder(tag, placeholder)}</{tag}>")
+    # 3. A fenced block of code, and Markdown if nothing else is shown.
     if fence := re.search(r"```(\w*)", prompt):
         code = typical_texts(fence[1]) or ["print(1)"]
         parts.append(f"```{fence[1]}\n{code[0]}\n```")

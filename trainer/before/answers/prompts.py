@@ -43,13 +43,13 @@ def own_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def date_in(text: str) -> str:
-    """A moment in the form that a text asks for (YYYY-MM-DD, HH:MM); empty without one."""
+    """Return a date or time in the form that a text asks for, such as YYYY-MM-DD; empty if it asks for none."""
     form = DATE_FORM.search(text)
     if form is None:
         return ""
-    template = form[0].upper()
-    if hours := re.search("HH", template):  # behind hours, MM stands for minutes
-        template = template[: hours.start()] + template[hours.start() :].replace("MM", "%M")
+    # Make a format for `strftime` of it. MM is the month in a date, and minutes behind the hours HH.
+    date, hours, time = form[0].upper().partition("HH")
+    template = date + hours + time.replace("MM", "%M")
     for letters, code in STRFTIME.items():
         template = template.replace(letters, code)
     return DAY.strftime(template)
@@ -57,12 +57,17 @@ def date_in(text: str) -> str:
 
 def options_in(text: str) -> list[str]:
     """The options that a text lists: `select from: a, b`, `valid names are 'x' and 'y'`, `'m' or 'f'`."""
+    # 1. Behind words that announce options. A single one must be in quotes: other single words are rarely options.
     for listing in OPTIONS.finditer(text):
         options = split_list(listing[1])
-        if len(options) > 1 or (options and QUOTED.search(listing[1])):
+        is_quoted = QUOTED.search(listing[1]) is not None
+        if len(options) > 1 or (options and is_quoted):
             return options[:MOST_OPTIONS]
-    plain = QUOTED_LIST.search(text) or PLAIN_LIST.search(text)
-    return split_list(plain[0])[:MOST_OPTIONS] if plain else []
+    # 2. A list with "or", first one of quoted words.
+    plain_list = QUOTED_LIST.search(text) or PLAIN_LIST.search(text)
+    if plain_list is None:
+        return []
+    return split_list(plain_list[0])[:MOST_OPTIONS]
 
 
 def split_list(text: str) -> list[str]:

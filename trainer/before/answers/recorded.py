@@ -42,10 +42,12 @@ class RecordedAnswers:
 
         Raises WorkflowError if the episode has no answer for it.
         """
-        candidates = [messages for task, messages in self.episodes if task == call.task.id]
-        if not candidates:
-            candidates = [messages for _task, messages in self.episodes]
-        message = candidates[run % len(candidates)].get((call.role, call.turn))
+        # Episodes of the same task, or of any task if it has none. The runs of a task take them in turn.
+        episodes = [messages for task, messages in self.episodes if task == call.task.id]
+        if not episodes:
+            episodes = [messages for _task, messages in self.episodes]
+        messages_of_episode = episodes[run % len(episodes)]
+        message = messages_of_episode.get((call.role, call.turn))
         if message is None:
             raise WorkflowError(
                 f"{NO_RECORD} for turn {call.turn} of role {call.role!r}.",

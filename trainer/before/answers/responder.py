@@ -15,7 +15,7 @@ from cotune.errors import WorkflowError
 from cotune.recording.recorder import LiveCall, Responder
 from cotune.records.answers import Answer
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, Sampler, SamplingParams, TokenBytes
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams, TokenBytes, TopTokens
 from cotune.sampling.responder import PolicyResponder
 
 Message = Mapping[str, Any]
@@ -54,11 +54,16 @@ class CheckResponder:
                 f"The application made {self.limit} calls {ENDLESS}; the last one by {call.role!r}.",
                 "Raise --calls if an episode may need more.",
             )
+        # Wait for the other run, if both are to overlap: in a thread, because it may be in another event loop.
         if self.meeting is not None and self.calls == 1:
             with contextlib.suppress(threading.BrokenBarrierError):
-                await asyncio.to_thread(self.meeting.wait, 1.0)  # the other run may be in another event loop
+                await asyncio.to_thread(self.meeting.wait, 1.0)
+
+        # Without drawn or recorded answers, a model answers. None lets the application's own provider answer.
         if self.answers is None:
-            return await self.model.respond(call) if self.model is not None else None
+            return None if self.model is None else await self.model.respond(call)
+
+        # Otherwise record the given message as a policy's answer, scored as in training.
         is_provider_role = call.role in self.provider_roles
         if is_provider_role:
             call.unsupported_reason = ""  # The provider may support features that policies do not.
@@ -100,12 +105,16 @@ class MessageSampler:
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
-        """Return `n` completions without a model: the UTF-8 bytes of each message as JSON stand for its token ids."""
+        """Return `n` completions without a model: the UTF-8 bytes of each message as JSON stand for its token ids, and
+        every token has the log-probability -1."""
         completions = []
         for index in range(n):
             ids = tuple(msgspec.json.encode(self.message(index), enc_hook=str))
-            top = tuple(((id, -1.0),) for id in ids) if params.top_logprobs else ()
-            completions.append(Completion(ids, (-1.0,) * len(ids), "stop", top))
+            logprobs = (-1.0,) * len(ids)
+            top_logprobs: tuple[TopTokens, ...] = ()
+            if params.top_logprobs:
+                top_logprobs = tuple(((id, -1.0),) for id in ids)  # the drawn token is the only likely one
+            completions.append(Completion(ids, logprobs, "stop", top_logprobs))
         return completions
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:

@@ -82,8 +82,8 @@ class ValueDrawer:
     """References above the value: they are not followed again."""
 
     def value(self, schema: Any, path: str) -> Any:
-        """Draw a value that `schema` allows. Returns None for a schema that is no mapping, or that leads back to one
-        above it."""
+        """Draw a value that `schema` allows. Returns None for a schema that is no mapping, or that refers to a schema
+        around it: its values would contain themselves without end."""
         if not isinstance(schema, Mapping) or self.returns(schema):
             return None
         if "$ref" in schema:
@@ -101,7 +101,9 @@ class ValueDrawer:
         if schema.get("allOf"):
             values = [self.value(part, path) for part in schema["allOf"]]
             objects = [value for value in values if isinstance(value, dict)]
-            return dict(ChainMap(*objects)) if objects else values[0]
+            if not objects:
+                return values[0]
+            return dict(ChainMap(*objects))  # an object with the fields of all parts
         kind = type_of(schema)
         if kind == "object":
             return self.object(schema, path)
@@ -144,20 +146,24 @@ class ValueDrawer:
         if schema.get("prefixItems"):
             return [self.value(item, path) for item in schema["prefixItems"]]
         items = schema.get("items") or {}
-        count = int(schema.get("minItems") or 0)
-        may_have_one = schema.get("maxItems") != 0 and not self.returns(items)
-        if count == 0 and may_have_one:
-            count = 1
-        # Another count for each element, so that elements of a list differ.
-        drawers = [replace(self, draw=replace(self.draw, count=self.draw.count + i)) for i in range(count)]
-        return [drawer.value(items, path) for drawer in drawers]
+        length = int(schema.get("minItems") or 0)
+        is_endless = self.returns(items)
+        if length == 0 and schema.get("maxItems") != 0 and not is_endless:
+            length = 1
+        elements: list[Any] = []
+        for index in range(length):
+            # Another count for each element, so that the elements differ.
+            draw = replace(self.draw, count=self.draw.count + index)
+            elements.append(replace(self, draw=draw).value(items, path))
+        return elements
 
     def text(self, schema: Mapping[str, Any], path: str) -> str:
         text = self.draw.choose(self.text_options(schema, path), path)
         return text.ljust(int(schema.get("minLength") or 0), "a")[: schema.get("maxLength")]
 
     def text_options(self, schema: Mapping[str, Any], path: str) -> Sequence[str]:
-        """Texts for a field, from the most to the least certain source: the schema, its description, its name."""
+        """Return texts for a field, from the first source that has one: the schema's format and default, the names of
+        agents, the field's description, or its name."""
         name = path.rpartition(" ")[2]
         if texts := typical_texts(str(schema.get("format") or "")):
             return texts
@@ -165,7 +171,7 @@ class ValueDrawer:
             return [str(schema["default"])]
         if self.draw.agents and NEXT_AGENT.search(name):
             return self.draw.agents
-        # A docstring describes a field on the line that begins with its name.
+        # The description is in the schema, or on the line of the tool's docstring that begins with the field's name.
         line_in_docstring = ""
         if name and (match := re.search(rf"^[ \t*:-]*(?:param )?{re.escape(name)}\b[^\n]*", self.about, re.M)):
             line_in_docstring = match[0]
@@ -176,8 +182,10 @@ class ValueDrawer:
             return options
         if example := example_in(description):
             return [example]
-        # A letter that differs from one draw to the next.
-        return typical_texts(name) or [chr(ord("a") + self.draw.count % 26)]
+        if texts := typical_texts(name):
+            return texts
+        letter_of_draw = chr(ord("a") + self.draw.count % 26)  # differs from one draw to the next
+        return [letter_of_draw]
 
 
 def number_options(schema: Mapping[str, Any], path: str) -> Sequence[float]:

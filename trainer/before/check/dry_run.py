@@ -224,11 +224,13 @@ async def _run_tasks(subject: Subject, runner: Runner, renamed: Store, *, ask_ju
             if role not in invented:
                 invented.append(role)
 
+    # The components of the outcomes of all runs. From the last run to the first, so that the first run's values stay.
     team: dict[str, float] = {}
     for runs_of_task in reversed(tasks):
-        for run in reversed(runs_of_task.all):  # the values of the first run are shown
+        for run in reversed(runs_of_task.all):
             team.update(run.outcome.rewards)
     runs = CheckedRuns(tasks=tasks, calls=calls, invented=invented, team=team)
+    # A dry run does not ask the judge for its judgements: every episode gets the reward 0 from it.
     if flow.episode_judge is not None:
         team["judge"] = 0.0
         store.write([RewardRecord(run.outcome.episode.id, "judge", 0.0) for run in runs.all])
@@ -241,15 +243,18 @@ def _forecast_training(subject: Subject, runs: CheckedRuns, store: Store, watch:
     flow = subject.flow
     config = subject.config
     calls = runs.calls
-    # The parts of the application that made no call. The calls of `team/writer` are calls of the part `team`, too.
+    # The parts of the application that made no call. The calls of `team/writer` are calls of the part `team`, too, so
+    # the paths are compared with a slash at the end.
     idle = []
     for part in watch.known:
-        if not any(f"{call.role}/".startswith(f"{part.role}/") for call in calls):
+        has_called = any(f"{call.role}/".startswith(f"{part.role}/") for call in calls)
+        if not has_called:
             idle.append(IdleCheck(**msgspec.structs.asdict(part), ran=watch.ran(part)))
     not_called_yet = [part.role for part in idle if not part.ran and part.role in named_roles(config, flow)]
     policies: Policies | None = None
     policy_findings: list[Finding] = []
     try:
+        # Without any call, the roles are not known, and another finding says that the application made none.
         if calls:
             all_roles = sorted({*not_called_yet, *(call.role for call in calls)})
             policies = resolve_policies(config, all_roles, scored=subject.able, workflow=flow.variable)
@@ -283,8 +288,8 @@ def _find_all(
     rare = training.rare
 
     # 1. The runs, the policies, the requests and the groups.
-    shown = [runs_of_task.shown.outcome for runs_of_task in runs.tasks]
-    errors = common_findings.find_faults(flow, shown, calls, training.local, plan, rare)
+    shown_outcomes = [runs_of_task.shown.outcome for runs_of_task in runs.tasks]
+    errors = common_findings.find_faults(flow, shown_outcomes, calls, training.local, plan, rare)
     findings = [*run_findings.fault_findings(errors, runs.tasks), *run_findings.pair_findings(runs.tasks, store)]
     findings += training.policy_findings
     run_base = subject.bases.get("")
@@ -296,15 +301,18 @@ def _find_all(
     tokens, unanswerable = run_findings.request_findings(base_of_role, calls_of_policies, store)
     findings += [*unanswerable, *base_findings(base_of_role)]
     findings += [Finding("warns", "tool_format", text) for text in shared_tool_format(config)]
-    is_decided = answers == PROVIDER or any(finding.level in ("blocks", "undecided") for finding in findings)
-    if not training.groups and not is_decided:
+    # Without groups nothing would be trained. This is no news if an error above is the reason, or with answers of the
+    # application's own provider, which have no policy.
+    has_reason = answers == PROVIDER or any(finding.level in ("blocks", "undecided") for finding in findings)
+    if not training.groups and not has_reason:
         findings.append(Finding("blocks", "groups", "the plan would form no group: see what is left out."))
 
     # 2. Roles, prompts, parameters and rewards.
     if flow.episode_judge is not None:
         findings.append(Finding("note", "judge", "it was not asked: a dry run invents its outcomes."))
     findings += [
-        *run_findings.role_findings(roles, training.idle, flow.variable),
+        *run_findings.role_findings(roles, flow.variable),
+        *run_findings.idle_findings(training.idle),
         *common_findings.scorer_findings(flow, calls, rare),
     ]
     unlisted = [role for role in runs.invented if role not in config.roles]
@@ -324,13 +332,13 @@ async def answers_of_runs(
     answers: str | None, subject: Subject, call_tools: bool, say: Callable[[str], None]
 ) -> AsyncIterator[Callable[[int], CheckResponder]]:
     """Yield a function from the number of a run to its responder. `answers` is the value of `--answers`."""
-    flow, config, plan, recipes = subject.flow, subject.config, subject.plan, subject.recipes
+    flow, config, recipes = subject.flow, subject.config, subject.recipes
     roles = config.named_roles
     temperature = config.sampling.temperature
-    # How training draws, compares and rewards the candidates of a call.
+    # How training draws, compares and rewards the candidates of a call: arguments of `PolicyResponder`.
     options: dict[str, Any] = {
-        "plan": plan,
-        "plans": config.plans_of(plan, roles),
+        "plan": subject.plan,
+        "plans": config.plans_of(subject.plan, roles),
         "attribution": recipes.run.attribution,
         "own": recipes.attributions(recipes.roles),
         "own_sampling": config.own_sampling(roles),
@@ -346,14 +354,17 @@ async def answers_of_runs(
             yield lambda run: CheckResponder(model=responder)
         return
 
-    # 2. Recorded or drawn answers.
-    source: Callable[[int], Any] = partial(DrawnAnswers, call_tools=call_tools)
+    # 2. Recorded or drawn answers: a function from the number of a run to its answers.
+    answers_of_run: Callable[[int], Any] = partial(DrawnAnswers, call_tools=call_tools)
     if answers is not None:
         with open_store(answers.removeprefix(RECORDS), read_only=True) as store:
-            source = RecordedAnswers(store).of_run
+            answers_of_run = RecordedAnswers(store).of_run
     training = {**options, "scorers": flow.scorers, "override": {"temperature": temperature}}
-    provided = [role for policy in config.policy if policy.kind == "provider" for role in policy.roles]
-    yield lambda run: CheckResponder(answers=source(run), training=training, provider_roles=provided)
+    provider_roles: list[str] = []
+    for policy in config.policy:
+        if policy.kind == "provider":
+            provider_roles += policy.roles
+    yield lambda run: CheckResponder(answers=answers_of_run(run), training=training, provider_roles=provider_roles)
 
 
 async def calls_of_judge(
@@ -380,6 +391,7 @@ def groups_of(
     """Return the groups that a step of training would have if every episode made these `calls`, and the number of
     candidates that would be left out, by reason. `trained` are the roles that are trained. `plans` has the plan of each
     role whose policy has a K of its own."""
+    # 1. Collect the samples of these calls, as training does, and repeat each as often as training would draw it.
     call_ids = {call.id for call in calls}
     episode_ids = {call.episode for call in calls}
     collected = collect(
@@ -394,6 +406,8 @@ def groups_of(
         if sample.call in call_ids:
             reads_calls = bool(collected.calls[sample.call].parents)
             samples += repeat_sample(sample, plans.get(sample.role, plan), reads_calls)
+
+    # 2. Let each recipe group the samples of its roles.
     groups = []
     left_out = Counter(collected.left_out)
     for recipe, roles_of_recipe in recipes.by_recipe(trained):

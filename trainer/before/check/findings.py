@@ -47,7 +47,7 @@ def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> 
     runs = [run for task in tasks for run in task.runs]
     any_ended = any(task.shown.ended for task in tasks)
 
-    # 1. A person is asked, who never answers.
+    # 1. Runs that failed because they asked a person, who never answers in a dry run.
     questions = []
     for run in runs:
         if run.asked and not run.ended and (not any_ended or end_of_input(run.outcome.error)):
@@ -59,23 +59,10 @@ def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> 
     call_errors = [str(call.error) for task in tasks for call in task.calls if call.error]
     answers_may_fail_runs = not any_ended and not questions and all(run.cut or run.answered for run in runs)
     runs_at_limit = sum(run.cut for run in runs)
-
-    def other_answers_may_help(fault: CotuneError) -> bool:
-        """Whether the fault may not occur with other answers."""
-        if isinstance(fault, ConfigError) and "Did you mean" in fault.remedy:
-            return False  # a misspelt name
-        if isinstance(fault, Outage) and not any(NO_RECORD in error for error in call_errors):
-            return False
-        if answers_may_fail_runs:
-            return True
-        # Even if runs ended, other answers may please a scorer, or lead to a role that has not called.
-        is_of_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in call_errors)
-        return any_ended and is_of_scorer
-
     for fault in faults:
         if questions and end_of_input(fault):
             continue  # The question above caused this fault.
-        if not other_answers_may_help(fault):
+        if not _may_depend_on_answers(fault, call_errors, answers_may_fail_runs, any_ended):
             yield blocking_finding(fault)
             continue
         about = ""
@@ -134,6 +121,8 @@ def grown_prompts(first: Run, again: Run, store: Store) -> Iterator[Finding]:
         # A role may get several requests at the same time, in any order.
         if new_prompt in before[role] or old_prompt in after[role]:
             continue
+        # Compare the messages of both prompts, as far as both have them. The prompt grew if it has more messages, or if
+        # a message became longer. A message that is just different, such as one with the time, is no growth.
         changed: list[tuple[str, str]] = []
         one_contains_the_other = False
         for old, new in zip(old_prompt, new_prompt, strict=False):
@@ -191,6 +180,26 @@ def run_findings(tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
         yield Finding("warns", "runs", text + error_text, remedy)
 
 
+def _may_depend_on_answers(
+    fault: CotuneError, call_errors: Sequence[str], answers_may_fail_runs: bool, any_ended: bool
+) -> bool:
+    """Whether a fault may not occur with other answers. `call_errors` are the errors of all calls.
+
+    `answers_may_fail_runs` says that every run failed in a way that an answer may cause, and `any_ended` that a run
+    ended well.
+    """
+    is_misspelt_name = isinstance(fault, ConfigError) and "Did you mean" in fault.remedy
+    if is_misspelt_name:
+        return False
+    if isinstance(fault, Outage) and not any(NO_RECORD in error for error in call_errors):
+        return False
+    if answers_may_fail_runs:
+        return True
+    # Even if runs ended, other answers may please a scorer, or lead to a role that has not called.
+    is_of_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in call_errors)
+    return any_ended and is_of_scorer
+
+
 def _failed_run_finding(failed: Sequence[Run], runs: int, ended_how: str, remedy: str = "") -> Iterator[Finding]:
     """Yield a finding on the `failed` ones among `runs` runs, with the error of the first; nothing if none failed.
     `ended_how` says how they ended."""
@@ -206,19 +215,21 @@ def _failed_run_finding(failed: Sequence[Run], runs: int, ended_how: str, remedy
 
 
 def connection_findings(runs: Sequence[Run], watch: Watch) -> Iterator[Finding]:
-    """Warnings of the recorder, and hosts that the application itself connected to."""
-    counts: Counter[str] = Counter()
-    texts: dict[str, str] = {}
+    """Yield findings on warnings of the recorder, requests for embeddings, and hosts that the application itself
+    connected to."""
+    warning_counts: Counter[str] = Counter()
+    text_of_warning: dict[str, str] = {}
     embeddings: Counter[str] = Counter()
     connections: Counter[str] = Counter()
     for run in runs:
         live = run.outcome.live
         connections.update(watch.connections.get(run.outcome.episode.id, {}))
-        counts |= Counter(live.warnings)
-        texts.update(live.explained)
+        # Runs are alike, so a warning has its highest count of any run, and not the sum.
+        warning_counts |= Counter(live.warnings)
+        text_of_warning.update(live.explained)
         embeddings.update(live.notes.get("embeddings", {}))
-    for kind, count in counts.items():
-        yield Finding("warns", f"{kind} ({count})", texts[kind])
+    for kind, count in warning_counts.items():
+        yield Finding("warns", f"{kind} ({count})", text_of_warning[kind])
     for address, count in embeddings.items():
         text = f"{plural(count, 'request')} for embeddings got fixed vectors; nothing was sent. Training sends them."
         yield Finding("note", address, text)
@@ -227,10 +238,9 @@ def connection_findings(runs: Sequence[Run], watch: Watch) -> Iterator[Finding]:
         yield Finding("warns", address, f"{text}a tool, or a model that cotune does not see.", UNSEEN)
 
 
-def role_findings(roles: Sequence[RoleCheck], idle: Sequence[IdleCheck], workflow: str) -> Iterator[Finding]:
-    """Yield findings on roles that are not trained, on calls without a role, and on parts of the application that never
-    called a model. `idle` are the parts without a call, and `workflow` is the name of the workflow's function."""
-    # 1. The roles that called.
+def role_findings(roles: Sequence[RoleCheck], workflow: str) -> Iterator[Finding]:
+    """Yield findings on roles that are not trained, and on calls without a role. `workflow` is the name of the
+    workflow's function."""
     for role in roles:
         if role.reason == "no scorer":
             remedy = f'Add @{workflow}.scorer("{role.role}"), or use --plan independent.'
@@ -241,14 +251,19 @@ def role_findings(roles: Sequence[RoleCheck], idle: Sequence[IdleCheck], workflo
             text = f"Calls made outside any agent or node share the role `app`: {role.calls}."
             yield Finding("warns", "app", text, NAME_THEM)
 
-    # 2. The parts that never called: they ran without a model, wait for a person, or were not reached. Parts of the
-    # last sort are reported together if they are of one kind and belong to the same graph or team.
-    without_model = [part.role for part in idle if part.ran and part.kind not in ALWAYS_CALL]
+
+def idle_findings(idle: Sequence[IdleCheck]) -> Iterator[Finding]:
+    """Yield findings on parts of the application (nodes, agents) that never called a model: they wait for a person,
+    were not reached, or ran without a model."""
+    ran_without_model: list[str] = []
+    # Parts that were not reached are reported together if they are of one kind and of the same graph or team.
     not_reached: dict[tuple[str, str], list[str]] = {}
     for part in idle:
         if not part.ran and part.waits:
             yield Finding("warns", part.role, f"the graph stops before it ({part.waits}) and is not resumed.", PERSON)
-        elif part.role not in without_model:
+        elif part.ran and part.kind not in ALWAYS_CALL:
+            ran_without_model.append(part.role)
+        else:
             not_reached.setdefault((part.kind, part.of), []).append(part.role)
     for (kind, owner), names in not_reached.items():
         parts = f"in these runs ({plural(len(names), kind)} of {owner})."
@@ -256,8 +271,8 @@ def role_findings(roles: Sequence[RoleCheck], idle: Sequence[IdleCheck], workflo
         if kind in ALWAYS_CALL:
             text = f"never called {parts}"
         yield Finding("warns", ", ".join(names), text, OTHER_ANSWERS)
-    if without_model:
-        yield Finding("note", ", ".join(without_model), "ran without a call of its own.")
+    if ran_without_model:
+        yield Finding("note", ", ".join(ran_without_model), "ran without a call of its own.")
 
 
 def request_findings(

@@ -39,15 +39,17 @@ async def invented_roles(runner: Runner, runs: TaskRuns, store: Store) -> list[s
     tried_roles: set[str] = set()
     repeats = 0
     for run in runs.runs:
-        names = {role: name for role, name in names_in_answers(run.calls) if role not in tried_roles}
-        if not names or not run.ended or runner.responder(run.number).answers is None:
+        name_of_role = {role: name for role, name in names_in_answers(run.calls) if role not in tried_roles}
+        can_rename = runner.responder(run.number).answers is not None
+        if not name_of_role or not run.ended or not can_rename:
             continue
-        tried_roles.update(names)
-        renaming_runner.responder = partial(renaming_responder, runner.responder, names.values())
+        tried_roles.update(name_of_role)
+        renaming_runner.responder = partial(renaming_responder, runner.responder, name_of_role.values())
         repeated = await renaming_runner.run_once(runs.task, run.number, how=", again, with other names in its answers")
         repeats += 1
+        # In the repeated run, each of these names has SUFFIX behind it in all answers.
         invented: list[str] = []
-        for role in names:
+        for role in name_of_role:
             if f"{role}{SUFFIX}" in repeated.roles:
                 invented.append(role)
         if invented or repeats == MOST_REPEATS:
@@ -117,14 +119,15 @@ def invented_findings(invented: Sequence[str], config: TrainConfig, able: Collec
     roles in `able` can be trained (None: all)."""
     if not invented:
         return
-    policy = {"shared": "the shared policy", "lora": "a LoRA of its own", "full": "a model of its own"}[config.policies]
+    policy_texts = {"shared": "the shared policy", "lora": "a LoRA of its own", "full": "a model of its own"}
+    policy = policy_texts[config.policies]
     remedy = ONE_NAME
     if config.policy:
         consequence = (
             "Training does not start if a role calls that no [[policy]] lists. A role that first calls later has no "
         )
         consequence += "policy, and its calls are not trained on."
-    elif able is not None:
+    elif able is not None:  # plan tree
         consequence = "Under plan tree only roles with a scorer are trained, and no scorer knows a new name."
     elif config.other_roles == "provider":
         consequence = (

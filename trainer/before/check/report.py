@@ -101,11 +101,18 @@ def render(report: CheckReport) -> Group:
     """The report of `cotune check` for a terminal. It has tables of the roles, of the calls of one run, and of the
     groups that a step would have. Rewards, findings (the worst first) and the verdict follow.
     """
+    # 1. What was run, and the tables.
     integrations = ", ".join(dict.fromkeys(call.integration for call in report.calls)) or "nothing"
-    head = f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), "
-    head += f"{plural(report.runs, 'run')}, answers: {report.answers}\n{report.plan}\n"
-    lines: list[RenderableType] = [Text.assemble(("dry run ", "bold"), head, f"recorded through {integrations}\n")]
+    head = (
+        f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), "
+        f"{plural(report.runs, 'run')}, answers: {report.answers}\n"
+        f"{report.plan}\n"
+        f"recorded through {integrations}\n"
+    )
+    lines: list[RenderableType] = [Text.assemble(("dry run ", "bold"), head)]
     lines += [_role_table(report), "", _call_table(report), "", _group_table(report), ""]
+
+    # 2. The rewards, the findings and the verdict.
     lines.append(Text.assemble(("outcome of the runs: ", QUIET), scores(report.team)))
     for role, components in report.local.items():
         ranges = [f"{component} {low:.3g} to {high:.3g}" for component, (low, high) in components.items()]

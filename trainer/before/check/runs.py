@@ -91,7 +91,10 @@ class TaskRuns:
         ended = [run for run in self.runs if run.ended]
         clean = [run for run in ended if not run.logged]
         without_outage = [run for run in self.runs if not isinstance(run.outcome.error, Outage)]
-        return next(runs[0] for runs in (clean, ended, without_outage, self.runs) if runs)
+        for preferred in (clean, ended, without_outage):
+            if preferred:
+                return preferred[0]
+        return self.runs[0]
 
     @property
     def calls(self) -> list[CallRecord]:
@@ -142,23 +145,28 @@ class Runner:
     def needs_another(self, runs: Sequence[Run]) -> bool:
         """Whether another run may show something new. It may if the application has not ended well yet, if a new role
         appeared in the last two runs, or if a part that the framework lists has not run."""
-        if runs and (len(runs) >= MOST_RUNS or not any(run.roles for run in runs)):
+        makes_no_calls = bool(runs) and not any(run.roles for run in runs)
+        if len(runs) >= MOST_RUNS or makes_no_calls:
             return False
         # Other answers rarely shorten runs that reach the time limit, so two of them are enough.
         if sum(run.outcome.live.interrupted for run in runs) >= 2:
             return False
         if len(runs) < LEAST_RUNS or not any(run.ended for run in runs):
             return True
-        earlier = set().union(*(run.roles for run in runs[:-2]))
-        if not runs[-1].roles | runs[-2].roles <= earlier:
+        roles_before = set().union(*(run.roles for run in runs[:-2]))
+        roles_of_last_two = runs[-1].roles | runs[-2].roles
+        if not roles_of_last_two <= roles_before:
             return True
         return any(not self.watch.ran(part) for part in self.watch.known)
 
     async def run_once(
         self, task: Task, number: int, meeting: threading.Barrier | None = None, *, how: str = ""
     ) -> Run:
-        """Run the workflow once. `number` decides the answers. With a `meeting` the run overlaps another one. `how` is
-        added to the line of progress."""
+        """Run the workflow once. `number` decides the answers. `how` is added to the line of progress.
+
+        With a `meeting`, a barrier for two, the run waits at its first call for the first call of another run, so that
+        both overlap.
+        """
         self.say(f"running {self.workflow.name} on task {task.id}{how} ...")
         responder = self.responder(number)
         responder.meeting = meeting
@@ -176,7 +184,10 @@ class Runner:
         self.store.flush()
         id = outcome.episode.id
         notes = outcome.live.notes
-        question = self.watch.asked.get(id, "the graph stopped at an interrupt()" if notes.get("waits") else "")
+        question = ""
+        if notes.get("waits"):
+            question = "the graph stopped at an interrupt()"
+        question = self.watch.asked.get(id, question)
         return Run(
             number=number,
             # A framework wraps an error of a call into its own. The error of the call itself is shorter.

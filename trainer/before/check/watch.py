@@ -115,28 +115,36 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if episode is None or not isinstance(watch, Watch):
         return
     if event == _ASKED:
-        prompt = arguments[0]
+        prompt = "" if arguments[0] is None else repr(arguments[0])
         # Frame 0 is this hook, and frame 1 the code that called input().
         file_and_line = thread_place(sys._getframe(1)).partition(": ")[0]
         caller = "" if is_library_file(file_and_line) else f" at {file_and_line}"
-        watch.asked.setdefault(episode.id, f"input({'' if prompt is None else repr(prompt)}){caller}")
-        return
-    # The arguments are getaddrinfo(host, port, ...) or connect(socket, address).
-    address = arguments[:2] if event == _LOOKED_UP else arguments[1]
+        watch.asked.setdefault(episode.id, f"input({prompt}){caller}")
+    else:
+        # The arguments are getaddrinfo(host, port, ...) or connect(socket, address).
+        address = arguments[:2] if event == _LOOKED_UP else arguments[1]
+        connections = watch.connections.setdefault(episode.id, Counter())
+        _count_connection(event, address, episode.gateway, connections)
+
+
+def _count_connection(event: str, address: Any, gateway: str | None, connections: Counter[str]) -> None:
+    """Count a look-up or a connection in `connections`, by `host:port`, unless it is one to the gateway.
+
+    A connection to a host with a name makes both events, and is counted when the name is looked up.
+    """
     if not isinstance(address, tuple) or len(address) < 2:
         return  # The address of a Unix socket is a path.
     host, port = (part.decode() if isinstance(part, bytes) else str(part) for part in address[:2])
     # A look-up without a port is followed by no connection, for example a look-up of the machine's own name.
     if port in ("0", "None"):
         return
-    gateway = urlsplit(episode.gateway or "")
-    if (host, port) == (gateway.hostname, str(gateway.port)):
+    gateway_url = urlsplit(gateway or "")
+    if (host, port) == (gateway_url.hostname, str(gateway_url.port)):
         return
-    connections = watch.connections.setdefault(episode.id, Counter())
     if event == _LOOKED_UP and _is_ip(host):
         return  # The connection that follows is counted.
     if event == _CONNECTED and _has_name_with_port(connections, port):
-        return  # The host was counted by its name when it was looked up.
+        return
     connections[f"{host}:{port}"] += 1
 
 

@@ -233,7 +233,7 @@ def judge_forecast(
         text = f"no forecast can be made ({error_line(error)})"
         return Forecast(), [Finding("warns", "memory", text, "Set learner.memory, which bounds the learner.")]
 
-    sees_images = any(size.sees for size, _load in bases.values())
+    sees_images = any(size.sees_images for size, _load in bases.values())
     counts_images = any("images" in name for process in plan for name in process.parts)
     workload = f"{plural(policies, 'policy', 'policies')}, prompts of up to {prompt} tokens"
     if sees_images and not counts_images:
@@ -288,19 +288,20 @@ def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, samplers: 
         yield Finding("warns", "placement", text, "Slower, not wrong: ask for fewer processes where speed matters.")
     # Local processes share cores, so their cores never run out.
     free_machines = [FreeMachine(float("inf") if local else node.free_cpus, node.free_gpus) for node in nodes]
-    for demand in sorted(demands, key=lambda d: -d.gpus):
-        n_placed = sum(_place_process(demand, free_machines) for _ in range(demand.count))
+    for demand in sorted(demands, key=lambda demand: -demand.gpus):
+        placed_processes = 0
+        for _ in range(demand.count):
+            placed_processes += _place_process(demand, free_machines)
         text = f"{demand.count} x {demand.part} with {CPUS:g} core"
         if demand.gpus:
             text += f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}"
-        if n_placed == demand.count:
+        if placed_processes == demand.count:
             yield Finding("ok", f"{demand.part}s", text)
         else:
-            free = ", ".join(f"{n.address}: {n.free_cpus:g} cores, {n.free_gpus:g} GPUs" for n in nodes)
-            yield Finding(
-                "blocks", f"{demand.part}s", f"{text}: {n_placed} fit. Free: {free}",
-                "Ask for fewer or smaller ones under [cluster], or add machines.",
-            )  # fmt: skip
+            free = ", ".join(f"{node.address}: {node.free_cpus:g} cores, {node.free_gpus:g} GPUs" for node in nodes)
+            text += f": {placed_processes} fit. Free: {free}"
+            remedy = "Ask for fewer or smaller ones under [cluster], or add machines."
+            yield Finding("blocks", f"{demand.part}s", text, remedy)
 
 
 def render(report: Report) -> Group:

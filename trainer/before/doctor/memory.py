@@ -157,33 +157,33 @@ def forecast_processes(
     on_gpu = learns_on_gpu(config, machine)
     shares_gpu = on_gpu and not config.cluster.on_ray
     device, free, total = _device(machine, on_gpu, " of a learner" if config.cluster.on_ray else "")
-    measure = partial(learner_memory, config=config, device=device, free=free, total=total)
+    forecast_learner = partial(learner_memory, config=config, device=device, free=free, total=total)
     trained_bases = [(size, load) for size, load in bases.values() if load.policies]
 
     # 1. A learner of each base alone. Its weights and optimizer states stay in memory while other bases are updated.
-    learners_of_one_base = [measure(size=size, load=load) for size, load in trained_bases]
-    held_by_all_bases: dict[str, float] = {}
+    learners_of_one_base = [forecast_learner(size=size, load=load) for size, load in trained_bases]
+    weights_and_states: dict[str, float] = {}
     for part in PARTS_OF_EACH_BASE:
-        held_by_all_bases[part] = sum(learner.parts[part] for learner in learners_of_one_base)
-    held_bytes = sum(held_by_all_bases.values())
+        weights_and_states[part] = sum(learner.parts[part] for learner in learners_of_one_base)
+    bytes_of_all_bases = sum(weights_and_states.values())
 
     # 2. The samplers. In mode sync they have given their caches back when an update begins.
-    samplers = _samplers(bases, config, machine, learner_bytes=held_bytes + CONTEXT if on_gpu else 0.0)
+    samplers = _samplers(bases, config, machine, learner_bytes=bytes_of_all_bases + CONTEXT if on_gpu else 0.0)
     sampler_bytes = sum(sampler.lasting for sampler in samplers) if shares_gpu else 0.0
 
     # 3. The update of each base, in the memory that the other bases and the samplers leave. Updates do not overlap, so
     # the learner takes as much as the largest one.
     updates: list[ProcessMemory] = []
     for learner, (size, load) in zip(learners_of_one_base, trained_bases, strict=True):
-        held_by_others = held_bytes - _held_bytes(learner)
-        updates.append(measure(size=size, load=load, taken=held_by_others + sampler_bytes))
-    largest = max(updates, key=lambda update: update.bytes - _held_bytes(update))
-    learner = msgspec.structs.replace(largest, parts={**largest.parts, **held_by_all_bases})
+        bytes_of_other_bases = bytes_of_all_bases - _base_bytes(learner)
+        updates.append(forecast_learner(size=size, load=load, taken=bytes_of_other_bases + sampler_bytes))
+    largest = max(updates, key=lambda update: update.bytes - _base_bytes(update))
+    learner = msgspec.structs.replace(largest, parts={**largest.parts, **weights_and_states})
     return (learner, *samplers)
 
 
-def _held_bytes(learner: ProcessMemory) -> float:
-    """Bytes of the weights and optimizer states of a learner."""
+def _base_bytes(learner: ProcessMemory) -> float:
+    """Bytes of the weights and optimizer states of the base that a learner updates."""
     return sum(learner.parts[part] for part in PARTS_OF_EACH_BASE)
 
 
@@ -230,14 +230,15 @@ def samples_on_gpu(config: TrainConfig, machine: Machine) -> bool:
 def _adapter(config: TrainConfig, names: Collection[str]) -> LoraSpec | None:
     """The shape of the adapters on a base model whose policies have these `names`; None if a policy trains all weights.
     The last policy with an adapter decides the shape."""
-    if not config.policy:
-        return None if config.policies == "full" else config.lora.spec
-    policy_of_kind = {policy.kind: policy for policy in config.policy if policy.name in names}
-    if "full" in policy_of_kind:
+    if not config.policy and config.policies == "full":
         return None
-    if "lora" in policy_of_kind:
-        return policy_of_kind["lora"].lora.spec
-    return config.lora.spec
+    adapter = config.lora.spec
+    for policy in config.policy:
+        if policy.name in names and policy.kind == "full":
+            return None
+        if policy.name in names and policy.kind == "lora":
+            adapter = policy.lora.spec
+    return adapter
 
 
 def learner_memory(
@@ -249,57 +250,65 @@ def learner_memory(
     needs no memory of its own: its copy takes the place of the gradients, which are freed by then.
     """
     from cotune.trainer.learner.memory.pass_size import (
-        GRADIENT_BYTES,
         LARGE,
-        MOMENT_BYTES,
         may_keep_freed_pages,
         usual_share,
     )
 
-    # 1. The part of weights, moments and gradients in each of the learner's processes.
+    # 1. The parts that the learner needs whatever pass it chooses, in each of its processes.
     settings = config.learner
     processes = config.cluster.learners if config.cluster.on_ray else 1
-    copies_of_base = 1 if size.adapter else load.policies  # all adapters share one base
-    weights = copies_of_base * _weight_bytes(config, size) / processes
-    trained_of_policy = size.adapter or size.parameters
-    trained = load.policies * trained_of_policy
-    moments = trained * MOMENT_BYTES[settings.optimizer] / processes
-    # Policies are updated one after the other, so only one has gradients.
-    gradients = trained_of_policy * GRADIENT_BYTES / processes
-    adapters = 4.0 * trained / processes if size.adapter else 0.0
-    libraries = _libraries("learner", device)
+    parts = {**_libraries("learner", device), **_weights_and_state(size, config, load, processes)}
 
-    # 2. The pass that the learner will choose in the memory that is left.
+    # 2. The pass that the learner will choose in the memory that is left. A pass may fill all of `learner.memory`, but
+    # only the usual share of the memory of the device.
     memory = size.pass_memory("cpu" if device == "cpu" else "cuda")
-    fixed = taken + sum(libraries.values()) + weights + adapters + moments + gradients + memory.fixed + memory.logits
-    bound = min(parse_size(settings.memory), free) if settings.memory else free
-    share = bound - fixed if settings.memory else usual_share(bound - fixed, total, device)
-    tokens, checkpointed = pass_tokens(memory, config, load, share, device)
+    needed_without_pass = taken + sum(parts.values()) + memory.fixed + memory.logits
+    if settings.memory:
+        limit = min(parse_size(settings.memory), free)
+        room_for_pass = limit - needed_without_pass
+    else:
+        limit = free
+        room_for_pass = usual_share(limit - needed_without_pass, total, device)
+    tokens, checkpointed = pass_tokens(memory, config, load, room_for_pass, device)
     pass_bytes = ALLOCATOR * memory.peak(tokens, checkpointed=checkpointed)
+    parts[f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else "")] = pass_bytes
 
-    parts = {
-        **libraries,
-        WEIGHTS: weights + adapters,
-        STATE: moments + gradients,
-        f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else ""): pass_bytes,
-    }
+    # 3. On a CPU, the allocator keeps freed memory for a large model if there is enough, as `PassSizes` decides.
     if device == "cpu" and size.parameters > LARGE and not settings.memory:
-        sizes = pass_sizes(memory, config, share, device)
-        if may_keep_freed_pages(memory, sizes, bound - fixed):
+        sizes = pass_sizes(memory, config, room_for_pass, device)
+        if may_keep_freed_pages(memory, sizes, limit - needed_without_pass):
             parts[PAGES] = memory.gaps(tokens, checkpointed=checkpointed)
-    if size.sees and processes > 1:
+    # FSDP gathers the weights of a model that sees images all at once, and of other models layer by layer.
+    if size.sees_images and processes > 1:
         parts["all weights, for a pass"] = size.parameters * (2.0 if settings.dtype == "bfloat16" else 4.0)
     return ProcessMemory(
         process="learner",
         count=processes,
         device=device,
-        free=bound,
+        free=limit,
         pass_tokens=tokens,
         checkpointed=checkpointed,
         phase=_phase(UPDATE, config, device),
         temporary=pass_bytes,
         parts={**parts, **_image_parts(size, device)},
     )
+
+
+def _weights_and_state(size: ModelSize, config: TrainConfig, load: Workload, processes: int) -> dict[str, float]:
+    """Return the bytes of weights, and of moments and gradients, in each of the learner's processes, by part."""
+    from cotune.trainer.learner.memory.pass_size import GRADIENT_BYTES, MOMENT_BYTES
+
+    copies_of_base = 1 if size.adapter else load.policies  # all adapters share one base
+    weights = copies_of_base * _weight_bytes(config, size)
+    trained_of_policy = size.adapter or size.parameters
+    trained_of_all = load.policies * trained_of_policy
+    if size.adapter:
+        weights += 4.0 * trained_of_all
+    moments = trained_of_all * MOMENT_BYTES[config.learner.optimizer]
+    # Policies are updated one after the other, so only one has gradients.
+    gradients = trained_of_policy * GRADIENT_BYTES
+    return {WEIGHTS: weights / processes, STATE: (moments + gradients) / processes}
 
 
 def sampler_memory(
@@ -315,13 +324,14 @@ def sampler_memory(
     number_bytes = 4 if device == "cpu" else 2
     weights = float(size.parameters * number_bytes)
     if size.rounded:
-        # An output embedding of its own is held in bfloat16 only.
-        weights = size.rounded_bytes(heads=1) - 4.0 * (0 if size.tied else size.head)
+        weights = size.rounded_bytes(heads=1)
+        if not size.tied:
+            weights -= 4.0 * size.head  # the sampler has the output embedding in bfloat16 only, not also in float32
     trained = size.adapter or size.parameters
     published = load.policies * (1 + config.ahead) * trained * number_bytes
     if load.policies:
-        # The next version: the bytes that arrive and the tensors read from them, in float32, and their copy.
-        published += trained * (8 + number_bytes)
+        # While the next version arrives: its bytes and the tensors read from them, both in float32, and their copy.
+        published += trained * (4 + 4 + number_bytes)
     prefix_bytes = config.sampling.prefix_bytes
     parts = {
         **_libraries("sampler", device),
@@ -330,7 +340,7 @@ def sampler_memory(
         "earlier prompts, at most": float(total / PREFIX_PART if prefix_bytes is None else prefix_bytes),
         **_image_parts(size, device),
     }
-    # The cache grows in steps, so a sequence takes some tokens more than it has.
+    # The cache grows in steps, so it has room for up to 64 tokens more than a sequence has.
     sequence_bytes = (load.row + 64) * size.cache_values * number_bytes
     at_once = load.sequences
     name = f"cache of {load.sequences} sequences"
@@ -409,10 +419,11 @@ def pass_tokens(
         most_plain_tokens = available / memory.planned(checkpointed=False)
         checkpointed = load.row > max(sizes[False], most_plain_tokens)
 
-    # A step is cut into passes of about the same size. Tokens that rows share are computed once. A row that is longer
-    # than a pass is not cut: it makes a longer pass.
+    # A step is cut into as few passes as possible, of about the same size. Tokens that rows share are computed once. A
+    # row is not cut, so the longest row may make a pass longer.
     step_tokens = math.ceil(settings.mini_batch * (load.row - load.shared))
-    passes = math.ceil(step_tokens / max(sizes[checkpointed], load.row))
+    most_tokens = max(sizes[checkpointed], load.row)
+    passes = math.ceil(step_tokens / most_tokens)
     return math.ceil(step_tokens / passes), checkpointed
 
 
@@ -424,8 +435,10 @@ def _weight_bytes(config: TrainConfig, size: ModelSize) -> float:
     if size.adapter and settings.quantize == "4bit":
         return 0.57 * size.parameters  # 4 bits, a scale for each 64 weights, and embeddings and norms as they are
     if size.rounded:
-        return size.rounded_bytes(heads=2)
-    return size.parameters * (2.0 if size.adapter and settings.dtype == "bfloat16" else 4.0)
+        return size.rounded_bytes(heads=2)  # `logprobs.Head` has the output embedding twice: as it is, and packed
+    if size.adapter and settings.dtype == "bfloat16":
+        return 2.0 * size.parameters
+    return 4.0 * size.parameters
 
 
 def shortages(plan: Sequence[ProcessMemory]) -> Iterator[str]:
@@ -466,7 +479,8 @@ def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
     for planned in plan:
         parts += [(size, name, planned.process) for name, size in planned.parts.items()]
     changes: list[str] = []
-    for _size, name, process in sorted(parts, reverse=True):
+    # `learner_memory` and `sampler_memory` name the parts. A part without advice here cannot be made smaller.
+    for _bytes, name, process in sorted(parts, reverse=True):
         if name.startswith("cache"):
             changes.append("lower concurrency, plan.k or sampling.max_tokens")
         elif name.startswith("a pass") and "checkpointed" not in name:

@@ -48,8 +48,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of the queries of one token, in all layers together."""
     shares_prompts: bool = True
     """Whether a pass computes tokens that its rows have in common once."""
-    sees: bool = False
-    """Whether the model sees images."""
+    sees_images: bool = False
     image_factor: float = 0.0
     """Peak memory of a pass over images, as a multiple of their pixel values; 0 if the configuration does not have the
     sizes of the vision tower."""
@@ -58,11 +57,13 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         """The memory of a pass of the learner on a "cpu" or "cuda"."""
         from cotune.trainer.learner.memory.pass_size import GRADIENT_BYTES, PassMemory, logit_bytes
 
+        # Only a policy without an adapter trains its output embedding, which then has a gradient.
+        head_gradient = 0 if self.adapter else GRADIENT_BYTES * self.head
         return PassMemory(
             plain=self.token_bytes,
             checkpointed=self.checkpointed_bytes,
             layers=self.layers,
-            fixed=self.pass_bytes + (0 if self.adapter else GRADIENT_BYTES * self.head),
+            fixed=self.pass_bytes + head_gradient,
             logits=logit_bytes(self.vocabulary, device),
         )
 
@@ -117,7 +118,7 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool = Fa
         checkpointed_bytes=checkpointed.token,
         attention_width=text.num_hidden_layers * text.num_attention_heads * _head_width(text),
         shares_prompts=empty.policy.logprob_model.shares,
-        sees=sees_images(config),
+        sees_images=sees_images(config),
         image_factor=_image_factor(config.vision_config) if sees_images(config) else 0.0,
     )
 
@@ -187,8 +188,11 @@ class RepeatedLayers:
     """
 
     def __init__(self, network: Any, *, whole: bool) -> None:
-        """Leave only the first two layers of each kind in the network, or all layers if `whole`. A network that brings
-        its own code keeps all layers, too, if its list of layers is not found."""
+        """Leave only the first two layers of each kind in the network. Layers are of one kind if they have the same
+        class and shapes.
+
+        All layers stay if `whole`, and in a network with code of its own whose list of layers is not found.
+        """
         self.counts: list[int] = []
         """The number of layers of each kind; empty if the network keeps all."""
         self._first: list[Any] = []
@@ -199,8 +203,9 @@ class RepeatedLayers:
             return
         layers_by_kind: dict[Any, list[Any]] = {}
         for layer in getattr(self._parent, self._name):
-            shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-            layers_by_kind.setdefault((type(layer), shapes), []).append(layer)
+            shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+            kind = (type(layer), shapes)
+            layers_by_kind.setdefault(kind, []).append(layer)
         for layers in layers_by_kind.values():
             self.counts.append(len(layers))
             self._first.append(layers[0])
@@ -248,11 +253,11 @@ def _find_layers(network: Any) -> tuple[Any, str]:
 def empty_policy(
     config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool, device: str, whole: bool = False
 ) -> EmptyPolicy:
-    """Build a policy without storage, of a learner that computes in `dtype`. `lora` is the shape of its adapter (None:
-    all weights are trained).
+    """Build a policy whose tensors have a shape and no storage, as a learner that computes in `dtype` would load it.
+    `lora` is the shape of its adapter (None: all weights are trained).
 
     `joined` (only with an adapter) and `device` are arguments of `measure`. With `whole` it has all layers, whose
-    measurement takes a minute for a large model.
+    measurement takes a minute for a large model, and otherwise the first two of each kind.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -281,17 +286,16 @@ def empty_policy(
     parameters = sum(p.numel() for p in network.parameters())
     layers = RepeatedLayers(network, whole=whole)
     spec = PolicySpec(name="policy", kind="lora" if lora else "full", lora=lora or LoraSpec())
-    adapted = add_adapter(network, spec, "policy") if lora else None
+    peft_model = add_adapter(network, spec, "policy") if lora else None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         _use_fake_cpu_tensors(network)
         logprob_model = LogprobModel(network, msgspec.convert({"dtype": loaded_dtype}, WithoutTrial))
         logprob_model.shares = logprob_model.images is None and use_tree_attention(network)
         copies = compute_joined(logprob_model, dtype) if joined else None
-    adapter = None if adapted is None else "policy"
-    policy = PolicyModel(spec, 0, logprob_model, peft=adapted, adapter=adapter)
-    trained = layers.adapter_parameters(network) if lora else 0
-    return EmptyPolicy(policy, mode, parameters, trained, layers, copies)
+    policy = PolicyModel(spec, 0, logprob_model, peft=peft_model, adapter="policy" if lora else None)
+    adapter_parameters = layers.adapter_parameters(network) if lora else 0
+    return EmptyPolicy(policy, mode, parameters, adapter_parameters, layers, copies)
 
 
 def _count_trained(module: Any) -> int:

@@ -86,12 +86,14 @@ def estimate_step(
     learner = next((process for process in plan if process.process == "learner"), None)
     samplers = [process for process in plan if process.process.startswith("sampler")]
 
-    sampling = updating = 0.0
+    sampling = 0.0
+    updating = 0.0
     for index, (size, load) in enumerate(bases.values()):
         # Each base answers its roles' part of the calls.
         calls_of_base = calls * _share_of_calls(config, index)
-        # vLLM has no sampler in the forecast: it is assumed to decode all sequences at once.
-        at_once = samplers[index].at_once if index < len(samplers) else load.sequences
+        at_once = load.sequences  # vLLM, which is not in the plan, is assumed to decode all sequences at once
+        if index < len(samplers):
+            at_once = samplers[index].at_once
         sampling += calls_of_base * _rollout_seconds(config, machine, size, load, at_once, sampling_rates)
         if load.policies:
             checkpointed = learner is not None and learner.checkpointed
@@ -102,7 +104,7 @@ def estimate_step(
         sampling /= max(1, config.cluster.engines)
 
     overlaps = config.mode == "async" and config.cluster.on_ray and bool(machine.gpus)
-    _size, first_load = next(iter(bases.values()))
+    _size, first_load = next(iter(bases.values()))  # the longest prompt is the same for all bases
     prompt = first_load.row - answer
     answers = f"{plural(config.largest_k, 'answer')} of {answer} tokens"
     work = (
@@ -141,12 +143,12 @@ def _estimate_obstacle(config: TrainConfig) -> str:
 def _share_of_calls(config: TrainConfig, base: int) -> float:
     """The share of all calls that a base model, given by its index, answers. It is assumed to be the share of its roles
     among the roles of all [[policy]] tables. If no table has roles, the first base answers all calls."""
-    policies_of_base = list(config.bases.values())[base]
-    roles = sum(len(policy.roles) for policy in config.policy)
-    if not roles:
+    role_count = sum(len(policy.roles) for policy in config.policy)
+    if not role_count:
         return 1.0 if base == 0 else 0.0
-    roles_of_base = sum(len(policy.roles) for policy in config.policy if policy.name in policies_of_base)
-    return roles_of_base / roles
+    names_by_base = list(config.bases.values())  # the names of the policies of each base model
+    policies_of_base = [policy for policy in config.policy if policy.name in names_by_base[base]]
+    return sum(len(policy.roles) for policy in policies_of_base) / role_count
 
 
 def _find_rates(config: TrainConfig, machine: Machine, parameters: int) -> tuple[Rates, Rates]:
@@ -241,7 +243,9 @@ def _rollout_seconds(
     prompt = load.row - answer
     on_gpu = samples_on_gpu(config, machine)
 
-    # Every decode step reads all weights, and the keys and values of all sequences.
+    # 1. A decode step adds a token to each sequence. It takes as long as the slowest of three: starting the layers'
+    # kernels, reading all weights and the cached keys and values of all sequences, and multiplying. On average half of
+    # an answer is cached.
     sequences = max(1, min(answers, at_once, load.sequences))
     number_bytes = 2 if on_gpu else 4
     weights = size.rounded_bytes(heads=1) if size.rounded else float(number_bytes * size.parameters)
@@ -253,6 +257,7 @@ def _rollout_seconds(
         launches = CPU_LAYER_SECONDS * size.layers
     step_seconds = max(launches, (weights + cached) / rates.bandwidth, operations / rates.operations)
 
+    # 2. The answers that do not fit next to each other wait for another round. Each prompt is computed once (prefill).
     rounds = math.ceil(answers / sequences)
     prefill = prompts * prompt * (2.0 * _layer_parameters(size) + 2.0 * size.attention_width * prompt)
     return rounds * answer * step_seconds + prefill / rates.operations
