@@ -111,7 +111,7 @@ def test_a_name_that_several_roles_share_is_refused() -> None:
         assert endpoint.names.notes()[0] == said
         assert not sampler.asked
     with served(export, aliases={NAME: "writer"}) as (endpoint, _):
-        assert answered(endpoint, NAME) == "writer@8" and not endpoint.names.shared
+        assert answered(endpoint, NAME) == "writer@8" and not endpoint.names.ambiguous
     with served(export, default="writer") as (endpoint, _):
         assert (answered(endpoint, NAME)[:18], answered(endpoint, "gpt-5")) == ("planner and writer", "writer@8")
 
