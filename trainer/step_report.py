@@ -94,6 +94,12 @@ class RolloutReport(StepReport):
             sampled_tokens += sum(len(candidate.token_ids) for candidate in call.candidates)
         trained_roles = run.trained_roles(state.steps)
         plans = config.plans_of(run.plan, trained_roles)
+        outcomes = outcome_means(
+            whole_episodes,
+            collected.outcomes,
+            failed=failure_reward(config.on_failure),
+            task_weights=run.task_weights,
+        )
 
         # Figures by role, and the reasons for policies and roles without training.
         roles = role_metrics(prepared, collected, batch.rows, updates, trained_roles)
@@ -113,12 +119,8 @@ class RolloutReport(StepReport):
             groups=len(prepared.groups),
             rows=len(prepared.trained),
             path=outcome_path([plans.get(role, run.plan) for role in trained_roles] or [run.plan]),
-            outcome=outcome_means(
-                whole_episodes,
-                collected.outcomes,
-                failed=failure_reward(config.on_failure),
-                task_weights=run.task_weights,
-            ),
+            outcome={name: outcome.mean for name, outcome in outcomes.items()},
+            outcome_n={name: outcome.n for name, outcome in outcomes.items()},
             candidate_reward=prepared.reward,
             held_out=dict(held_out),
             roles=roles,

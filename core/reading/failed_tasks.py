@@ -7,7 +7,7 @@ of its last training step, or else the latest recorded ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Literal
 
@@ -22,7 +22,9 @@ from cotune.reading.run import OpenedRun
 from cotune.reading.task_sets import evaluated_set
 from cotune.records.structs import JUDGING, REFLECTING
 from cotune.storage.episode_filters import EpisodeFilters
+from cotune.storage.outcomes import OnFailure, failure_reward
 from cotune.storage.protocol import Store
+from cotune.storage.sql.figures import EpisodeLine
 from cotune.tables import first_line
 
 MOST_EPISODES = 2000
@@ -83,13 +85,13 @@ def failed_tasks(run: OpenedRun, headline: Headline, most: int) -> FailedTasks |
         ended = _episodes_with_best_prompts(run)
         source = "the best prompts on held-out tasks"
         if not ended:
-            ended = _latest_episodes(store, EpisodeFilters(phase=PHASES))
+            ended = _latest_episodes(run, EpisodeFilters(phase=PHASES))
             source = "the latest episodes of the search"
     elif run.is_run and (steps := store.figures().steps("train")):
-        ended = _latest_episodes(store, EpisodeFilters(phase="train", training_step=steps[-1]))
+        ended = _latest_episodes(run, EpisodeFilters(phase="train", training_step=steps[-1]))
         source = f"training tasks of step {steps[-1] + 1}"
     else:
-        ended = _latest_episodes(store, EpisodeFilters())
+        ended = _latest_episodes(run, EpisodeFilters())
         source = f"the latest {MOST_EPISODES:,} episodes" if len(ended) == MOST_EPISODES else "the recorded episodes"
 
     worst = _worst_tasks(ended, most, source, run.name)
@@ -103,7 +105,7 @@ def _episodes_with_best_prompts(run: OpenedRun) -> list[EndedEpisode]:
         return []
     held_out = EpisodeFilters(phase=HELD_OUT_PHASE)
     ids = {episode.id for episode in run.store.episodes(held_out) if episode.prompts == best}
-    return [episode for episode in _latest_episodes(run.store, held_out) if episode.id in ids]
+    return [episode for episode in _latest_episodes(run, held_out) if episode.id in ids]
 
 
 def _failed_in_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> FailedTasks | None:
@@ -146,25 +148,44 @@ def _ended_episode(task: str, ending: TaskEnding, evaluated: EvaluatedMode) -> E
     )
 
 
-def _latest_episodes(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
-    """The latest episodes that match the filters and run the application on a task."""
+def _latest_episodes(run: OpenedRun, filters: EpisodeFilters) -> list[EndedEpisode]:
+    """The latest episodes of a run that match the filters and run the application on a task. A failed episode without
+    rewards has the reward that the setting `on_failure` gives it."""
+    store = run.store
     lines = store.figures().episode_lines(filters, MOST_EPISODES)
     rewards = store.rewards([line.id for line in lines])
+    reward_of_failure = _reward_of_failure(lines, rewards, failure_reward(run.config.on_failure))
     ended: list[EndedEpisode] = []
     for line in lines:
         if line.status == "cancelled" or line.phase in NO_TASKS:
             continue
         components = rewards.get(line.id)
+        reward = sum(components.values()) if components else None
+        if reward is None and line.status == "error" and line.blame != "infrastructure":
+            reward = reward_of_failure
         ended.append(
             EndedEpisode(
                 id=str(line.id),
                 task=str(line.task),
                 success=line.solved,
-                reward=sum(components.values()) if components else None,
+                reward=reward,
                 error="" if line.status == "ok" else first_line(line.error),
             )
         )
     return ended
+
+
+def _reward_of_failure(
+    lines: Sequence[EpisodeLine], rewards: Mapping[str, Mapping[str, float]], on_failure: OnFailure
+) -> float | None:
+    """The reward of a failed episode without rewards of its own: `on_failure`, or the lowest reward of the episodes
+    that ended well, and at most 0. None if failed episodes have no reward."""
+    if on_failure == "exclude":
+        return None
+    if on_failure != "lowest":
+        return on_failure
+    sums = [sum(rewards[line.id].values()) for line in lines if line.status == "ok" and line.id in rewards]
+    return min([0.0, *sums])
 
 
 def _worst_tasks(ended: Sequence[EndedEpisode], most: int, source: str, place: str) -> FailedTasks | None:
@@ -220,11 +241,11 @@ def _task_result(task: str, episodes: Sequence[EndedEpisode]) -> FailedTask:
     )
 
 
-def _badness(result: EndedEpisode | FailedTask) -> tuple[float, bool, float]:
-    """A sort key that puts the worst first: by success, then errors, then by reward."""
+def _badness(result: EndedEpisode | FailedTask) -> tuple[float, float, bool]:
+    """A sort key that puts the worst first: by success, then by reward, then errors."""
     success = result.success or 0.0
     reward = -math.inf if result.reward is None else result.reward
-    return success, not result.error, reward
+    return success, reward, not result.error
 
 
 def _with_texts(failed: FailedTasks, store: Store) -> FailedTasks:

@@ -256,7 +256,8 @@ def _outcomes(lines: Sequence[Line]) -> Iterator[Change]:
             mean = line["outcome"].get(name)
             if mean is not None:
                 # No bounds: a line does not hold the number of tasks of its episodes.
-                by_step[line["step"] + 1] = Interval(mean=float(mean), n=int(line.get("episodes", 0)))
+                n_episodes = (line.get("outcome_n") or {}).get(name, 0)
+                by_step[line["step"] + 1] = Interval(mean=float(mean), n=n_episodes)
         if path == SINGLE:
             what = "mean over a step's episodes, single samples"
             yield from _change(f"{name} in training", "training", what, by_step, percent=percent)

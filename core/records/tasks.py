@@ -4,6 +4,7 @@ with exactly `{"task_id": ..., "input": ...}` is a task with this id and this in
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ def load_tasks(path: str | Path) -> list[Task]:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if not tasks and (kind := _one_value(text)):
                 raise ConfigError("tasks", str(path), f"is {kind}, not one task on each line", _EXAMPLE) from None
+            if constant := _invalid_number(line):
+                fault, remedy = f"holds {constant}, which JSON does not have", "Write null, a number or a text for it."
+                raise ConfigError("tasks", place, fault, remedy) from None
             raise ConfigError("tasks", place, f"is not valid JSON ({error})", _EXAMPLE) from None
         except RecursionError:
             raise ConfigError("tasks", place, "is nested too deeply", _EXAMPLE) from None
@@ -54,6 +58,16 @@ def load_tasks(path: str | Path) -> list[Task]:
     if not tasks:
         raise ConfigError("tasks", str(path), "has no task", _EXAMPLE)
     return tasks
+
+
+def _invalid_number(line: bytes) -> str:
+    """NaN, Infinity or -Infinity if the line is JSON but for this number, which Python and pandas write; else empty."""
+    constants: list[str] = []
+    try:
+        json.loads(line, parse_constant=constants.append)
+    except ValueError:
+        return ""
+    return constants[0] if constants else ""
 
 
 def _one_value(text: bytes) -> str:

@@ -37,6 +37,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Where the episodes of `outcome` come from: `single samples`, or the candidates that the selection chose."""
     outcome: dict[str, float]
     """Mean of each named team reward and metric over the episodes, failed ones too (`outcome_means`)."""
+    outcome_n: Counts = {}
+    """By the name of each outcome, the number of episodes that its mean is over."""
     candidate_reward: float | None = None
     """Mean of the trained reward over all candidates that have one, chosen or not."""
     held_out: dict[str, float] = {}

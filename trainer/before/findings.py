@@ -205,7 +205,7 @@ def _parameter_findings(
     # The default limit is worth no note.
     if limits and config.sampling.max_tokens not in (SamplingConfig().max_tokens, *limits):
         text = f"asks for at most {_join_numbers(limits)} tokens itself; sampling.max_tokens ="
-        yield Finding("note", role, f"{text} {config.sampling.max_tokens} (--max-tokens) does not apply to it.")
+        yield Finding("note", role, f"{text} {config.sampling.max_tokens} does not apply to it.")
     for name, neutral in UNSHAPED.items():
         replaced = [value for value in requested[name] if value != neutral]
         if replaced:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -66,13 +66,20 @@ def outcome_path(plans: Iterable[Plan]) -> str:
     return " or ".join(dict.fromkeys(texts))
 
 
+class OutcomeMean(NamedTuple):
+    """The mean of one outcome component or metric, and the number of episodes that it is over."""
+
+    mean: float
+    n: int
+
+
 def outcome_means(
     episodes: Sequence[Episode],
     rewards: Mapping[str, Mapping[str, float]],
     *,
     failed: float | str | None = None,
     task_weights: Mapping[str, float] | None = None,
-) -> dict[str, float]:
+) -> dict[str, OutcomeMean]:
     """Return the mean of each outcome component and metric over the episodes that ended, with or without an error.
 
     With `task_weights` it is the weighted mean over tasks of each task's mean. `success` is the share of `successes`.
@@ -110,11 +117,11 @@ def outcome_means(
     if successes_of_episodes:
         values["success"] = [(episode.task.id, float(success)) for episode, success in successes_of_episodes]
 
-    means: dict[str, float] = {}
+    means: dict[str, OutcomeMean] = {}
     for name, values_with_tasks in sorted(values.items()):
         mean = _mean(values_with_tasks, task_weights)
         if mean is not None:
-            means[name] = mean
+            means[name] = OutcomeMean(mean, len(values_with_tasks))
     return means
 
 

@@ -150,6 +150,8 @@ class EpisodeLine(NamedTuple):
     error: str | None
     solved: int | None
     """Whether the episode reports that it solved its task; None if it does not report this."""
+    blame: str | None
+    """Of a failed episode: whether the `policy` or the `infrastructure` failed it."""
 
 
 class CallLine(NamedTuple):
@@ -463,7 +465,7 @@ class Figures:
         """The finished episodes that match, in an order of `episode_filters.ORDERS`, from number `start` on."""
         where, parameters = filters.where()
         rows = self.rows(
-            f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}
+            f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}, blame
             FROM episodes {where} ORDER BY {ORDERS[order][1]} LIMIT ? OFFSET ?""",
             (*parameters, limit, start),
         )

@@ -230,9 +230,17 @@ def _router_texts(constant: Any) -> Iterator[str]:
 
 
 def _nodes(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:
+    subgraphs = dict(graph.get_subgraphs())
     for name in getattr(graph, "nodes", ()):
-        if is_own_node(name):
-            yield role_of(_node(run, name)), name
+        if not is_own_node(name):
+            continue
+        node = _node(run, name)
+        subgraph: Any = subgraphs.get(name)
+        prebuilt_node = next((inner for inner in getattr(subgraph, "nodes", ()) if inner in _PREBUILT), None)
+        if prebuilt_node is not None:
+            # The node is a prebuilt agent. Its calls are made in the agent's own graph, which may have another name.
+            node = _node(GraphRun(node, "chain", subgraph.name, node.space, None), prebuilt_node)
+        yield role_of(node), name
 
 
 def _node(run: GraphRun, name: str) -> GraphRun:

@@ -76,6 +76,27 @@ def test_without_success_tasks_below_the_highest_reward_are_listed(tmp_path: Pat
     assert found(folder).measure == "reward" and ids(folder) == ["t3", "t1"]
 
 
+@pytest.mark.parametrize(
+    ("on_failure", "means", "order"),
+    [
+        ("lowest", {"t1": 0.25, "t2": 0.4}, ["t1", "t2"]),
+        ("reward:-1", {"t1": -0.25, "t2": 0.4}, ["t1", "t2"]),
+        ("exclude", {"t1": 0.5, "t2": 0.4}, ["t2", "t1"]),
+    ],
+)
+def test_failed_episodes_count_in_the_mean_reward_of_a_task(
+    tmp_path: Path, on_failure: str, means: dict[str, float], order: list[str]
+) -> None:
+    folder = tmp_path / "traced"
+    record(folder, 1, None, reward=0.5)
+    record(folder, 1, None, rollout=1, status="error", error="ValueError: no")
+    record(folder, 2, None, reward=0.4)
+    record(folder, 3, None, reward=1.0)
+    (folder / "run.json").write_text(json.dumps({"config": {"on_failure": on_failure}}))
+    assert {task.task: task.reward for task in found(folder).tasks} == pytest.approx(means)
+    assert ids(folder) == order
+
+
 def test_equal_rewards_are_no_failures(tmp_path: Path) -> None:
     for number in range(3):
         record(tmp_path / "traced", number, None, reward=0.5)

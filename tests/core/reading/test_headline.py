@@ -32,8 +32,8 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "run.json").write_text("{}")
     lines = [
-        line(0, outcome={"success": 0.979}, roles={"writer": {"reward": 0.2}}),
-        line(1, outcome={"success": 0.896}, roles={"writer": {"reward": 0.7}}),
+        line(0, outcome={"success": 0.979}, outcome_n={"success": 48}, roles={"writer": {"reward": 0.2}}),
+        line(1, outcome={"success": 0.896}, outcome_n={"success": 47}, roles={"writer": {"reward": 0.7}}),
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in lines))
     return folder
@@ -64,7 +64,7 @@ def test_without_held_out_tasks_rewards_of_all_candidates_come_first_and_the_bes
     found = read_headline(run)
     assert told(found) == [
         "reward of writer: 0.2 in step 1, 0.7 in step 2",
-        "best of 8 by scorer, success: 97.9% of 48 in step 1, 89.6% of 48 in step 2",
+        "best of 8 by scorer, success: 97.9% of 48 in step 1, 89.6% of 47 in step 2",
     ]
     assert [change.kind for change in found.changes] == ["role", "selected"]
     assert not any(change.name == "success" for change in found.changes)

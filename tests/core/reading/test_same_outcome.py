@@ -66,7 +66,7 @@ def shares(folder: Path) -> set[tuple[float, int]]:
         found |= {(solved, n) for _, solved, n, _ in store.rows(success_counts())}
         listed = list(store.episodes())
         mean = outcome_means(listed, store.rewards(e.id for e in listed)).get("success")
-        found |= set() if mean is None else {(round(mean * n), n) for _, n in found}
+        found |= set() if mean is None else {(round(mean.mean * mean.n), mean.n)}
     evaluated, _ = read_recorded(folder, [], {})
     found |= (
         {(round(evaluated.success.mean * evaluated.success.n), evaluated.success.n)} if evaluated.success else set()
@@ -162,7 +162,7 @@ def test_a_failed_episode_counts_its_own_reward(tmp_path: Path, on_failure: str,
     with SqliteStore.open(folder, read_only=True) as store:
         listed, failed = list(store.episodes()), failure_reward(on_failure)
         means = outcome_means(listed, store.rewards(e.id for e in listed), failed=failed)
-        assert means == {"team": pytest.approx(mean)}
+        assert means == {"team": (pytest.approx(mean), 3)}
         assert outcome_values(store, failed) == {"e0": good, "e1": 0.7, "e2": none}
     told = change(folder, "team")
     assert told and (told.last.mean, told.last.n) == (pytest.approx(mean), 3)

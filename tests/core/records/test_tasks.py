@@ -28,6 +28,13 @@ def test_ids_are_given_or_the_line(file):
     ]
 
 
+@pytest.mark.parametrize("constant", ["NaN", "-Infinity"])
+def test_a_number_that_json_does_not_have_is_named(file, constant):
+    path = file(f'{{"id": "a"}}\n{{"id": "b", "price": {constant}}}\n')
+    with pytest.raises(ConfigError, match=f"line 2' holds {constant}, which JSON does not have. Write null"):
+        load_tasks(path)
+
+
 def test_broken_line_is_named(file):
     path = file('{"id": "a"}\n{"id": "b"\n')
     with pytest.raises(ConfigError) as caught:

@@ -53,7 +53,7 @@ def test_a_scorer_whose_role_was_not_seen_is_told_of(trainer: Trainer) -> None:
 def test_a_limit_of_the_application_stands_and_is_told_once(trainer: Trainer) -> None:
     """The application asks for at most 4 tokens."""
     trainer(application(converse, first=letters, second=letters), steps=1, sampling={"max_tokens": 3})
-    said = "asks for at most 4 tokens itself; sampling.max_tokens = 3 (--max-tokens) does not apply to it."
+    said = "asks for at most 4 tokens itself; sampling.max_tokens = 3 does not apply to it."
     assert " ".join(trainer.said.split()).count(said) == 1
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from cotune.errors import ConfigError
 from cotune.judging.episodes import finished
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
+from cotune.recording.app_parts import Part
 from cotune.records.plans import Plan
 from cotune.records.policies import Policies
 from cotune.records.structs import CallRecord, RewardRecord, Task
@@ -110,7 +111,7 @@ def check(
             runs=len(runs.all),
             roles=tuple(training.roles),
             idle=tuple(training.idle),
-            agents_known={call.role for call in calls} <= {part.role for part in watch.known},
+            unlisted=_unlisted_roles(calls, watch.known),
             calls=tuple(msgspec.structs.replace(call, candidates=()) for call in calls),
             tokens=tokens,
             groups=tuple(training.groups),
@@ -273,6 +274,17 @@ def _forecast_training(subject: Subject, runs: CheckedRuns, store: Store, watch:
         groups=groups,
         left_out=left_out,
     )
+
+
+def _unlisted_roles(calls: Iterable[CallRecord], parts: Collection[Part]) -> tuple[str, ...]:
+    """The roles of calls that no framework lists. A team's manager (`team/selector`) is listed with its members."""
+    listed = {part.role for part in parts}
+    teams = {part.of for part in parts if part.kind == "member"}
+    unlisted: list[str] = []
+    for role in sorted({call.role for call in calls}):
+        if role not in listed and role.partition("/")[0] not in teams:
+            unlisted.append(role)
+    return tuple(unlisted)
 
 
 def _find_all(

@@ -64,8 +64,9 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[RoleCheck, ...]
     idle: tuple[IdleCheck, ...] = ()
     """Parts of the application that made no call."""
-    agents_known: bool = True
-    """Whether frameworks list all agents of the application; otherwise there may be others."""
+    unlisted: tuple[str, ...] = ()
+    """Roles that no framework lists among the agents of the application. If there are any, there may be other agents,
+    which made no call."""
     calls: tuple[CallRecord, ...]
     """The calls without their answers."""
     tokens: Mapping[str, int] = {}
@@ -125,7 +126,11 @@ def render(report: CheckReport) -> Group:
         lines.append(Text.assemble((f"{finding.level} ", STYLES[finding.level]), (about, "bold"), finding.text))
         if finding.remedy:
             lines.append(Text(f"  {finding.remedy}", style=QUIET))
-    other_agents = "" if report.agents_known else " (other agents may exist: no framework lists them)"
+    other_agents = ""
+    if len(report.unlisted) == len(report.roles) > 0:
+        other_agents = " (other agents may exist: no framework lists them)"
+    elif report.unlisted:
+        other_agents = f" (other agents may exist: no framework lists {', '.join(report.unlisted)})"
     lines.append(Text.assemble("\n", (report.verdict, VERDICT_STYLES[report.verdict]), (other_agents, QUIET)))
     return Group(*lines)
 

@@ -223,6 +223,22 @@ def test_autogen_members_are_selected_by_name_and_the_team_ends_by_its_word() ->
     report = dry(cotune.workflow(team, inputs=lambda task: task["question"], reward=lambda result, task: 1.0))
     assert report.trainable, report.findings
     assert roles(report) == {"SelectorGroupChat/selector", "planner", "searcher", "analyst"} and report.idle == ()
+    assert report.unlisted == ()
+
+
+def test_a_prebuilt_agent_in_a_named_graph_has_its_own_name_whether_or_not_it_is_reached() -> None:
+    from langgraph.graph import MessagesState
+
+    model = ChatOpenAI(model="m", api_key="none")
+    graph = StateGraph(MessagesState)
+    graph.add_node("flights", create_agent(model, [], name="flights"))
+    graph.add_node("hotels", create_agent(model, [], name="hotels"))
+    graph.add_edge(START, "flights")
+    graph.add_conditional_edges("flights", lambda state: END, ["hotels", END])
+    travel = graph.compile(name="travel")
+    inputs = lambda task: {"messages": [("user", task["question"])]}  # noqa: E731
+    report = dry(cotune.workflow(travel, inputs=inputs, reward=lambda result, task: 1.0))
+    assert (roles(report), idle(report), report.unlisted) == ({"flights"}, {"hotels": False}, ())
 
 
 def test_an_autogen_member_that_never_called_is_named() -> None:

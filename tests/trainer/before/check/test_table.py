@@ -22,7 +22,7 @@ def test_the_verdict_the_roles_and_the_findings_are_true(name: str, provider: ob
     report = check(row.make(), [{"id": "t", "question": "why"}], convert({"model": "none"}), **row.options)
     found = [(f.level, f"{f.about}: {f.text} {f.remedy}") for f in report.findings]
     assert (report.verdict, {role.role for role in report.roles}) == (row.verdict, row.roles), found
-    assert row.agents_known in (None, report.agents_known)
+    assert row.unlisted in (None, report.unlisted)
     for level, text in row.says:
         assert any(level == one and text in told for one, told in found), (level, text, found)
     for text in row.never:

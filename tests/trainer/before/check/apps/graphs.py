@@ -420,7 +420,7 @@ ROWS = {
     "reflects": Row(reflects, {"write", "reflect"}),
     "graded": Row(graded, {"write", "grade"}),
     "interrupted": Row(interrupted, {"draft", "send"}, never=["never"]),
-    "functional": Row(functional, {"writing/outline", "writing/essay"}, agents_known=False),
+    "functional": Row(functional, {"writing/outline", "writing/essay"}, unlisted=("writing/essay", "writing/outline")),
     "maps_over_json": Row(maps_over_json, {"plan", "research", "report"}),
     "has_a_mistake": Row(has_a_mistake, {"write"}, UNDECIDED, [("undecided", "KeyError: 'qestion'")]),
     "corrected_by_a_tool": Row(corrected_by_a_tool, {"analyst"}),

@@ -23,8 +23,8 @@ class Row:
     says: Sequence[tuple[str, str]] = ()
     never: Sequence[str] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    agents_known: bool | None = None
-    """Whether the report says that frameworks list all agents; None: not looked at."""
+    unlisted: tuple[str, ...] | None = None
+    """The roles that no framework lists, by the report; None: not looked at."""
 
 
 def model(**options: Any) -> ChatOpenAI:
