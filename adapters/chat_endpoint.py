@@ -84,6 +84,7 @@ class ChatEndpoint:
         self.access = access
         self.limits = limits
         self.room = room_for(limits)
+        """Bounds the memory of all bodies that arrive at the same time."""
         self.responder = _Responder(self.local)
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
@@ -92,7 +93,8 @@ class ChatEndpoint:
         """Requests that do not have the texts that the prompts edit, by reason."""
         self._prompts = prompts
         self._recording = recording
-        self._episode = self._open_episode(Recording(Nowhere()))
+        self._unrecorded_episode = self._open_episode(Recording(Nowhere()))
+        """The episode of all calls if they are not recorded."""
 
     def _open_episode(self, recording: Recording, key: str = "") -> LiveEpisode:
         """An episode for calls to this server. They have no task of their own, so all share a task named `serve`."""
@@ -156,19 +158,20 @@ class ChatEndpoint:
         await Response(content, headers=headers)(scope, receive, send)
 
     def _start_call(self, request: ChatRequest, others: Mapping[str, Any], key: str) -> LiveCall:
-        """Start the call of a request, with edited prompts.
+        """Start the call of a request, with edited prompts. `others` are the fields of the body that `request` lacks.
 
         If requests are recorded, the call is in an episode of its own, which the application names by `key`.
         """
         # An alias counts as its role, so the role's prompts are edited.
         role = self.find(request.model).name or request.model
         body = {**others, **msgspec.structs.asdict(request)}
-        caller = CallerContext(role, "serve", given=True)
+        caller = CallerContext(role, integration="serve", given=True)
         if self._recording is not None:
             call = self._open_episode(self._recording, key).start(caller, body)
         else:
-            call = LiveCall(self._episode, caller, 0, 0, body)
-            self._episode.edit(call, body)
+            # `start` would keep each call in the episode, and this one lasts as long as the server.
+            call = LiveCall(self._unrecorded_episode, caller, step=0, turn=0, body=body)
+            self._unrecorded_episode.edit(call, body)
         if call.unedited:
             self.unedited[call.unedited] += 1
         return call

@@ -72,26 +72,27 @@ class Conversations:
         self._turns: BoundedCache[_Turn] = BoundedCache(entries, size)
 
     def find(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Place:
-        """The place of a request to `name` among the conversations: the key to keep it under, and its paths.
+        """Find the earlier requests to `name` that a request continues, because it begins with all their messages.
 
-        A path is the token ids of an earlier prompt, with or without its reply, which the request's prompt may begin
-        with. It is found if the request begins with all messages of the earlier request. As in an episode, a request
-        without a reply among its messages continues no earlier request.
+        Returns the key under which `keep` stores this request, and the paths of the earlier ones: the token ids of
+        their prompts, with and without the replies, with which this request's prompt may begin.
         """
         try:
             keys = _prefix_keys(name, messages)
+            key_of_request = keys[-1]
+            # As in an episode, a request without a reply among its messages continues no earlier request.
             if not any(message.get("role") == "assistant" for message in messages):
-                return Place(keys[-1])
+                return Place(key_of_request)
             paths: list[bytes] = []
-            for length, key in enumerate(keys, start=1):
+            for n_messages, key in enumerate(keys, start=1):
                 turn = self._turns.get(key)
                 if turn is not None:
-                    next_message = messages[length] if length < len(messages) else {}
+                    next_message = messages[n_messages] if n_messages < len(messages) else {}
                     paths += _paths(turn, next_message)
         except (TypeError, ValueError, AttributeError, RecursionError):
             # The messages are malformed: rendering them raises an error that says so.
             return Place()
-        return Place(keys[-1], paths)
+        return Place(key_of_request, paths)
 
     def keep(self, place: Place, prompt: Sequence[int], message: Mapping[str, Any], reply: Sequence[int]) -> None:
         """Keep an answered request: the token ids of its prompt, and the reply that the client got.
@@ -170,10 +171,13 @@ class LocalResponder(PolicyResponder):
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
         """The prompt and the sampling parameters of a call, prepared in a thread.
 
-        Long prompts and replies of a fixed form have one thread each, so that they do not delay the other calls.
+        One thread renders all long prompts, and one prepares all replies of a fixed form, so that neither delay the
+        other calls.
         """
-        messages = (call.rewritten or call).messages
-        if bytes_of(messages, LONG) > LONG:
+        call_as_sent = call.rewritten or call  # with edited prompts, if it has any
+        messages = call_as_sent.messages
+        is_long = bytes_of(messages, most=LONG) > LONG
+        if is_long:
             pool: ThreadPoolExecutor | None = self._long
         elif fixes_form(call.params, call.tools):
             pool = self._forms

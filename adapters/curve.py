@@ -62,8 +62,8 @@ class _Plot(NamedTuple):
 
     @classmethod
     def of(cls, chart: Chart, x: int) -> _Plot:
-        """The area of a chart whose left edge is at `x`. Its values reach from the lowest to the highest one; for
-        shares, from 0 to 1.
+        """The area of a chart whose left edge is at `x`. Its vertical axis reaches from the lowest to the highest value
+        of the chart; for percentages, from 0 to 1.
         """
         values: list[float] = []
         for line in chart.series:
@@ -73,7 +73,14 @@ class _Plot(NamedTuple):
         if chart.percent and high <= 1:
             low = 0.0
             high = 1.0
-        return cls(x + LEFT, x + WIDTH - RIGHT, chart.steps[0], chart.steps[-1], low, high)
+        return cls(
+            left=x + LEFT,
+            right=x + WIDTH - RIGHT,
+            first_step=chart.steps[0],
+            last_step=chart.steps[-1],
+            low=low,
+            high=high,
+        )
 
     def points(self, steps: Sequence[int], line: Series) -> str:
         """The points of a polyline, in pixels. Steps without a value have no point."""

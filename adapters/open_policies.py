@@ -166,7 +166,7 @@ async def _open_engines(export: Export, tool_format: str | None) -> list[_Opened
     opening = []
     for engine in export.engines:
         open_engine = _open_engine(
-            model=functools.partial(export.model_folder, engine),
+            find_folder=functools.partial(export.model_folder, engine),
             tool_format=tool_format or engine.base.tool_format,
             dtype=engine.base.dtype,
             publish=functools.partial(export.publish, engine),
@@ -220,21 +220,21 @@ class _OpenedEngine:
 
 
 async def _open_engine(
-    model: Callable[[], Path],
+    find_folder: Callable[[], Path],
     tool_format: str,
     dtype: str | None = None,
     publish: Callable[[Sampler], Awaitable[None]] | None = None,
     name: str = "",
 ) -> _OpenedEngine:
-    """Open an engine on the model folder that `model` returns, and send it policies by `publish`.
+    """Open an engine on the model folder that `find_folder` returns, and send it policies by `publish`.
 
-    `dtype` is the precision of the base in training. `name` names the engine in messages. A restart calls `model` and
-    `publish` again: the folder may have moved by then.
+    `dtype` is the precision of the base in training. `name` names the engine in messages. A restart calls `find_folder`
+    and `publish` again, because the folder may have moved by then.
     """
 
     async def open_and_publish() -> EngineThatEnds:
         """Open the engine and load the adapters into it. It is closed if they cannot be loaded."""
-        config = EngineConfig(model=str(model()), dtype=products_dtype(dtype))
+        config = EngineConfig(model=str(find_folder()), dtype=products_dtype(dtype))
         sampler = cast(EngineThatEnds, await open_sampler(config))
         try:
             if publish is not None:
@@ -247,14 +247,15 @@ async def _open_engine(
     starting = asyncio.create_task(open_and_publish())
     try:
         # The chat format and its grammars load while the engine starts.
-        chat = await asyncio.to_thread(ChatTemplate.load, model(), tool_format)
+        chat = await asyncio.to_thread(ChatTemplate.load, find_folder(), tool_format)
         await asyncio.to_thread(chat.open_grammars)
         sampler = await starting
         info = await sampler.info()
     except BaseException:
         starting.cancel()
         # An engine that had started already must not outlive the error.
-        if starting.done() and not starting.cancelled() and starting.exception() is None:
+        has_started = starting.done() and not starting.cancelled() and starting.exception() is None
+        if has_started:
             await starting.result().aclose()
         raise
     return _OpenedEngine(Restarting(open_and_publish, sampler, name), chat, info.max_model_len)

@@ -238,10 +238,17 @@ async def _wait_for_answer(answer: Any) -> Any:
 
 
 def ray_reason(error: Exception) -> str:
-    """The reason why a process ended, from Ray's report, in one line."""
+    """The reason why a process ended, from Ray's report, in one line of at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reasons = [line for line in lines if "because" in line or "exit detail" in line or "memory" in line]
-    reason = (reasons or lines or [type(error).__name__])[0]
+    if not lines:
+        return type(error).__name__
+    # The report begins with other information. The reason is in the first line with one of these words.
+    reason = lines[0]
+    for line in lines:
+        if "because" in line or "exit detail" in line or "memory" in line:
+            reason = line
+            break
     if "connection error code 2" in reason:
         return "its process ended by itself or was killed (a crash, an exit, too little memory)"
-    return reason.split(" Worker exit detail: ")[-1][:300].rstrip(".")
+    _, _, detail = reason.rpartition(" Worker exit detail: ")
+    return detail[:300].rstrip(".")

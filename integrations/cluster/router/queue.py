@@ -132,19 +132,19 @@ class Queue:
         self._dispatch()
 
     def on_replica_change(self) -> None:
-        """React to a replica's new state: wake those that wait for it, and give requests to engines if enough are
-        healthy.
+        """React to a replica's new state: wake the tasks that wait for a change, and give requests to engines if enough
+        are healthy.
         """
-        healthy = len(self.healthy())
-        enough = healthy >= self._min_healthy
-        starting = self._enough_healthy is None
-        if not starting and enough != self._enough_healthy:
+        n_healthy = len(self.healthy())
+        is_enough = n_healthy >= self._min_healthy
+        was_enough = self._enough_healthy  # None until enough engines have started for the first time
+        if was_enough is not None and is_enough != was_enough:
             log.warning(
-                "%d of %d engines are healthy; at least %d are needed. %s.", healthy, len(self._replicas),
-                self._min_healthy, "Requests continue" if enough else "Requests wait until more are back",
+                "%d of %d engines are healthy; at least %d are needed. %s.", n_healthy, len(self._replicas),
+                self._min_healthy, "Requests continue" if is_enough else "Requests wait until more are back",
             )  # fmt: skip
-        if enough or not starting:
-            self._enough_healthy = enough
+        if is_enough or was_enough is not None:
+            self._enough_healthy = is_enough
         # Setting the event wakes all waiters. They wait for the next change with the new event.
         self._changes.set()
         self._changes = asyncio.Event()

@@ -83,7 +83,7 @@ class ControlTokens:
     def __init__(self, tokens: Iterable[str]) -> None:
         self._tokens = sorted({token for token in tokens if token.strip()}, key=lambda token: (-len(token), token))
         self._numbers = {token: number for number, token in enumerate(self._tokens)}
-        self._any = re.compile("|".join(map(re.escape, self._tokens))) if self._tokens else None
+        self._any_token = re.compile("|".join(map(re.escape, self._tokens))) if self._tokens else None
 
     def marked(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A message with marks in place of special tokens in its text.
@@ -91,18 +91,18 @@ class ControlTokens:
         Messages of the assistant are unchanged, because the model itself wrote their tokens.
         """
         content = message.get("content")
-        if message.get("role") == "assistant" or self._any is None or not content:
+        if message.get("role") == "assistant" or not content:
             return message
         if isinstance(content, str):
-            return {**message, "content": self._any.sub(self._mark, content)}
+            return {**message, "content": self._mark_tokens(content)}
         if not isinstance(content, list):
             return message
         parts: list[Any] = []
         for part in content:
             if isinstance(part, str):
-                parts.append(self._any.sub(self._mark, part))
+                parts.append(self._mark_tokens(part))
             elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-                parts.append({**part, "text": self._any.sub(self._mark, part["text"])})
+                parts.append({**part, "text": self._mark_tokens(part["text"])})
             else:
                 parts.append(part)
         return {**message, "content": parts}
@@ -117,8 +117,11 @@ class ControlTokens:
             elif piece:
                 yield piece, False
 
-    def _mark(self, match: re.Match[str]) -> str:
-        return f"{OPEN}{self._numbers[match.group()]}{CLOSE}"
+    def _mark_tokens(self, text: str) -> str:
+        """The text with a mark in place of each special token: its number between `OPEN` and `CLOSE`."""
+        if self._any_token is None:
+            return text  # the tokenizer has no special tokens
+        return self._any_token.sub(lambda match: f"{OPEN}{self._numbers[match.group()]}{CLOSE}", text)
 
 
 def text_of(content: Any) -> str:

@@ -39,26 +39,29 @@ class Replies:
         """
         self.tokenizer = tokenizer
         self.format = format
-        self._ends = ends
-        self._refused = refused
+        self._end_ids = ends
+        self._on_refused = refused
         marks = (*REASONING, *(format or HERMES).marks)
         mark_ids = {tokenizer.convert_tokens_to_ids(mark) for mark in marks}
-        self._dropped = (set(tokenizer.all_special_ids) | set(ends)) - mark_ids
-        """Special tokens that are no marks, so they are left out of the text."""
+        self._ids_without_text = (set(tokenizer.all_special_ids) | set(ends)) - mark_ids
+        """Special tokens that mark neither reasoning nor calls, so they are left out of the text."""
 
     def parse(
         self, token_ids: Sequence[int], stop: Sequence[str], prompt: Sequence[int], tools: Tools
     ) -> tuple[str, dict[str, Any], str]:
-        """See `ChatTemplate.parse`."""
-        text = _text_before_stop(self.decode([t for t in token_ids if t not in self._dropped]), stop)
+        """Read a reply. Returns (text, assistant message, finish reason); see `ChatTemplate.parse`."""
+        text_ids = [id for id in token_ids if id not in self._ids_without_text]
+        text = _text_before_stop(self.decode(text_ids), stop)
         if self.template:
-            # The tokenizer's own template reads special tokens too.
-            marked = _text_before_stop(self.decode([t for t in token_ids if t not in self._ends]), stop)
-            template_message = self._by_template(marked, self.decode(prompt), tools)
+            # The tokenizer's own template reads all special tokens but the end.
+            ids_before_end = [id for id in token_ids if id not in self._end_ids]
+            text_with_tokens = _text_before_stop(self.decode(ids_before_end), stop)
+            template_message = self._parse_by_template(text_with_tokens, self.decode(prompt), tools)
             if template_message is None:
                 return text, {"role": "assistant", "content": text}, "malformed"
             return text, template_message, _finish_reason(template_message, HERMES if tools else None)
 
+        # Most tokenizers have no such template: read the reasoning and the calls by their marks.
         reader = self.format or HERMES
         reasoning, answer = split_reasoning(text, opened=self.opened(prompt))
         message: dict[str, Any] = {"role": "assistant", "content": answer, **_reasoning_field(reasoning)}
@@ -67,7 +70,7 @@ class Replies:
         try:
             content, calls = reader.read(answer, tools)
         except (ValueError, KeyError, TypeError):
-            self._refused()
+            self._on_refused()
             return text, message, "malformed"
         message["content"] = content
         if calls:
@@ -77,7 +80,7 @@ class Replies:
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
         """See `ChatTemplate.stopped_by`."""
-        text = self.decode([token for token in token_ids if token not in self._dropped])
+        text = self.decode([id for id in token_ids if id not in self._ids_without_text])
         places = [(text.find(mark), mark) for mark in stop if mark and mark in text]
         return min(places)[1] if places else ""
 
@@ -98,20 +101,20 @@ class Replies:
         """The text of ids, special tokens included."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _by_template(self, reply: str, prompt: str, tools: Tools) -> dict[str, Any] | None:
+    def _parse_by_template(self, reply: str, prompt: str, tools: Tools) -> dict[str, Any] | None:
         """Parse a reply with the tokenizer's response template. Returns None for a malformed reply, which stays
         text.
         """
         try:
             parsed = self.tokenizer.parse_response(reply, prefix=prompt, tools=list(tools))
         except (ValueError, KeyError, TypeError):
-            self._refused()
+            self._on_refused()
             return None
         message: dict[str, Any] = {"role": "assistant", "content": parsed.get("content") or ""}
         message |= _reasoning_field(parsed.get("reasoning_content") or parsed.get("thinking") or "")
         calls = [with_arguments(c.get("function", c)) for c in parsed.get("tool_calls") or []]
         if not all(is_call(c) for c in calls):
-            self._refused()
+            self._on_refused()
             return None
         # Without tools in the request, a text that looks like a call is plain text.
         if calls and not tools:

@@ -72,31 +72,32 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     """
     if names := restrictions(body):
         return _restricted_grammar(body, tools, names, syntax)
-    form = _format_grammar(body)
-    choice, allowed = _tool_choice(body, list(tools or ()))
-    several = body.get("parallel_tool_calls") is not False
-    calls = r"call (/\n?/ call)*" if several else "call"
+    format_grammar = _format_grammar(body)
+    mode, callable_tools = _tool_choice(body, list(tools or ()))
+    must_call = mode == "required"
+    several_calls = body.get("parallel_tool_calls") is not False
+    calls = r"call (/\n?/ call)*" if several_calls else "call"
     call_rule = f"call: {syntax.mark(syntax.call_mark)} body"
 
     # `reply` is built from these rules: `call` is the mark of a call and its `body`, `text` has no calls, and `before`
     # is a text up to the mark of a call.
     rules: list[str] = []
-    if choice == "required":
+    if must_call:
         reply = calls
         rules.append(call_rule)
-    elif form and allowed:
-        reply = f"{form} | {calls}"
+    elif format_grammar and callable_tools:
+        reply = f"{format_grammar} | {calls}"
         rules.append(call_rule)
-    elif form:
-        reply = form
-    elif allowed:
-        reply = "(before body)* text" if several else "text | before body"
+    elif format_grammar:
+        reply = format_grammar
+    elif callable_tools:
+        reply = "(before body)* text" if several_calls else "text | before body"
         rules += _text_before_call(syntax)
     else:
         reply = "text"
-    if allowed:
-        rules.append("body: " + " | ".join(_call(tool, syntax, forced=choice == "required") for tool in allowed))
-    if choice != "required" and not form:
+    if callable_tools:
+        rules.append("body: " + " | ".join(_call(tool, syntax, forced=must_call) for tool in callable_tools))
+    if not must_call and not format_grammar:
         rules += _text(syntax)
 
     thought = _reasoning_rules(syntax)
@@ -280,8 +281,10 @@ def _min_tokens_rule(body: Mapping[str, Any], syntax: Syntax) -> str:
     if least < 0 or (isinstance(most, int) and least > most):
         cause = f"The request has min_tokens = {least}, which is not an integer from 0 to max_tokens."
         raise RequestRefused(cause, "Change it, or leave it out.")
-    ends = ",".join(map(str, syntax.all_ends)) or "0"
-    return f"start: <[^{ends}]>{{{least}}} <[*]>*"
+    # The expression needs an id, so token 0 is excluded if no end token is known.
+    end_ids = ",".join(map(str, syntax.all_ends)) or "0"
+    tokens_before_end = f"<[^{end_ids}]>" + "{" + str(least) + "}"
+    return f"start: {tokens_before_end} <[*]>*"
 
 
 def _allowed_tokens_rule(body: Mapping[str, Any], syntax: Syntax) -> str:

@@ -130,19 +130,21 @@ class EarlierIds:
     ) -> str | None:
         """The text of a prompt in which earlier replies are written as the model wrote them.
 
-        `template` renders messages. `canonical` is its text of the prompt's `messages`, and `reused` the path that this
-        text continues. None if the text with the model's own replies would not continue a longer path.
+        `template` renders messages. `canonical` is the text that it writes for the prompt's `messages`, and `reused` is
+        the longest path with whose text `canonical` begins. None if the text with the model's own replies would not
+        begin with a longer path.
         """
-        longer = [i for i, path in enumerate(self.paths) if len(path) > len(reused) and path.startswith(reused)]
-        replies = list(self._replies(longer))
-        path_texts = self._possible_texts(longer, replies, canonical, reused)
+        longer_paths = [i for i, path in enumerate(self.paths) if len(path) > len(reused) and path.startswith(reused)]
+        replies = list(self._replies(longer_paths))
+        path_texts = self._possible_texts(longer_paths, replies, canonical, reused)
         if not path_texts:
             return None
         texts_of_reply = _texts_of_repeated_replies(messages, replies)
         if not texts_of_reply:
-            return None
+            return None  # no message repeats a reply of the model
 
-        # Render the prompt with marks instead of the repeated replies, and choose the texts with which a path fits.
+        # A reply of one meaning may have several texts. Render the prompt with marks instead of the repeated replies,
+        # and choose the texts with which the prompt begins like a path.
         positions = list(texts_of_reply)
         marked = template(_with_marks(messages, positions))
         chosen = _matching_texts(marked, list(texts_of_reply.values()), path_texts)

@@ -112,21 +112,24 @@ def _split_name(model: Path) -> str:
     if not file.is_file():
         raise _refusal(model, "has no tokenizer.json")
     settings = json.loads(file.read_bytes())
-    merging = settings["model"]
+    merges = settings["model"]
     normalizer = settings["normalizer"]
     splitter = Tokenizer.from_file(str(file)).pre_tokenizer
-    is_byte_level_bpe = merging["type"] == "BPE" and merging["merges"] and splitter is not None
-    if not is_byte_level_bpe or (normalizer and normalizer["type"] != "NFC"):
-        raise _refusal(model, f"has a tokenizer of type {merging['type']}; supported is byte-level BPE")
+    is_byte_level_bpe = merges["type"] == "BPE" and merges["merges"] and splitter is not None
+    changes_text = normalizer and normalizer["type"] != "NFC"
+    if not is_byte_level_bpe or changes_text:
+        raise _refusal(model, f"has a tokenizer of type {merges['type']}; supported is byte-level BPE")
 
     pieces = [piece for piece, _ in splitter.pre_tokenize_str(_SAMPLE_TEXT)]
-    keeps_known_pieces = bool(merging.get("ignore_merges"))
+    # Such a tokenizer does not apply merges to a piece that is a token.
+    ignores_merges = bool(merges.get("ignore_merges"))
     for name, expressions in _SPLITS.items():
         steps = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         known_splitter = pre_tokenizers.Sequence([*steps, to_bytes])
-        expected = [piece for piece, _ in known_splitter.pre_tokenize_str(_SAMPLE_TEXT)]
-        if expected == pieces and keeps_known_pieces == (name in _KEEPS_WHOLE):
+        expected_pieces = [piece for piece, _ in known_splitter.pre_tokenize_str(_SAMPLE_TEXT)]
+        expected_to_ignore_merges = name in _KEEPS_WHOLE
+        if pieces == expected_pieces and ignores_merges == expected_to_ignore_merges:
             return name
     raise _refusal(
         model,
@@ -234,10 +237,16 @@ def _tensors_in_order(model: Path, config: Any) -> Iterator[tuple[str, Sequence[
 
 
 def _reorder_rotary(file: Any, name: str, config: Any) -> np.ndarray:
-    """A tensor with the rows of queries and keys in the order of llama.cpp's LLAMA, whose rotary positions differ."""
+    """A tensor in fp32, with the rows of queries and keys in llama.cpp's order.
+
+    Rotary positions turn pairs of rows. transformers takes a row from the first and one from the second half of a head,
+    llama.cpp's LLAMA two rows that follow each other.
+    """
     array = np.ascontiguousarray(file.get_tensor(name), np.float32)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-    if heads is None or _ARCHITECTURES[config.model_type] != "LLAMA":
+    module = name.split(".")[-2]  # of "model.layers.0.self_attn.q_proj.weight"
+    heads_of_module = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    if module not in heads_of_module or _ARCHITECTURES[config.model_type] != "LLAMA":
         return array
-    pairs = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(array.shape))
+    heads = heads_of_module[module]
+    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])  # [heads, 2, half of a head, ...]
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))

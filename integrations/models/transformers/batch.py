@@ -613,9 +613,11 @@ class Batch:
             if last_token in params.stop_token_ids:
                 stopped[i] = True
             elif params.stop:
-                # A stop string ends in the last token. A character is at most four tokens; 8 more, as the first of them
-                # may begin inside a character.
-                n_last = 4 * max(map(len, params.stop)) + 8
-                text = self.tokenizer.decode(state["token"][row, max(0, count - n_last) : count].tolist())
-                stopped[i] = any(stop_string in text for stop_string in params.stop)
+                # A stop string that is new ends in the last token, so decoding the end of the reply is enough. One
+                # character takes at most four tokens. Eight more, because the first of them may begin inside a
+                # character, which is then decoded wrongly.
+                longest_stop = max(map(len, params.stop))
+                first = max(0, count - 4 * longest_stop - 8)
+                end_of_reply = self.tokenizer.decode(state["token"][row, first:count].tolist())
+                stopped[i] = any(stop_string in end_of_reply for stop_string in params.stop)
         return stopped

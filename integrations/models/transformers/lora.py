@@ -104,23 +104,26 @@ class Projection:
         """The outputs of all modules for x [rows, in]: [rows, out] each."""
         outputs = [forward(x) for forward in self._base_forwards]
         for addition in self.additions:
-            downs = addition.downs.parts(x)
+            first_products = addition.downs.parts(x)
             for number, (position, up) in addition.ups.items():
-                _add_product(_in_rows(outputs[number], addition.low, addition.high), downs[position], up)
+                rows = _in_rows(outputs[number], addition.low, addition.high)
+                _add_product(rows, first_products[position], up)
         return outputs
 
     def _forward(self, number: int, x: Tensor) -> Tensor:
-        """The output [..., out] of the module with this number for x [..., in].
+        """The output [..., out] of the module with this number for x [..., in], adapters included.
 
-        The products of each adapter are added to the output in the rows that use the adapter.
+        Each adapter that changes the module is an addition for a range of rows: (x A^T) B^T, with the factors `down`
+        (A^T) and `up` (B^T).
         """
         output = self._base_forwards[number](x)
         for addition in self.additions:
             if number in addition.ups:
                 position, up = addition.ups[number]
-                down = addition.downs.part(position, x)
+                # Computed together with the first products of the module's siblings, which have the same input.
+                first_product = addition.downs.part(position, x)
                 rows = _in_rows(output, addition.low, addition.high)
-                _add_product(rows.view(-1, output.shape[-1]), down, up)  # unlike reshape, view never copies
+                _add_product(rows.view(-1, output.shape[-1]), first_product, up)  # unlike reshape, view never copies
         return output
 
 

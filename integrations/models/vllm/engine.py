@@ -100,6 +100,7 @@ class VllmSampler(LoopSampler):
         self._requests_made = itertools.count(1)
         self._adapters_made = itertools.count(1)
         self._replaced: set[PolicyRef] = set()
+        """Versions whose full weights a newer version has replaced before they were retired."""
         self._receives = True
         """Whether the learner may send full weights to the workers."""
         self._failed_learners: set[str] = set()
@@ -462,17 +463,21 @@ class VllmSampler(LoopSampler):
         return " ".join(await self._ask("cotune_model"))
 
     async def _info(self) -> SamplerInfo:
+        """Information about the sampler. Raises SamplerError if the engine no longer runs."""
         try:
-            # The engine's loop answers `is_paused`, but not while it loads full weights. If the engine ends then, vLLM
-            # only notes it: the call that loads them gets no answer.
-            if not (self._full and self._versions.lock.locked()):
+            # An engine that runs answers `is_paused`, but not while it loads full weights. If its process ends during
+            # the load, vLLM only sets `errored`, and the call that loads the weights waits without an end.
+            loads_full_weights = self._full and self._versions.lock.locked()
+            if not loads_full_weights:
                 await self._llm.is_paused()
             elif self._llm.errored:
                 raise RuntimeError("vLLM's engine process has ended")
         except Exception as error:
             raise self._failed(error) from error
         info = await super()._info()
-        return msgspec.structs.replace(info, counters={BY_FILES: self._by_files}) if self._by_files else info
+        if self._by_files:
+            info = msgspec.structs.replace(info, counters={BY_FILES: self._by_files})
+        return info
 
     async def _unload(self, version: Version) -> None:
         if version.target is not None:

@@ -36,15 +36,18 @@ async def image_prompt(renderer: Any, token_ids: Sequence[int], images: Sequence
 
 
 def _moved_ranges(prompt: list[int], image_text: list[int], ranges: Sequence[Any]) -> list[Any]:
-    """Move vLLM's ranges in the text of images to the positions of the same tokens in the prompt."""
+    """Move vLLM's ranges in the text of images to the positions of the same tokens in the prompt.
+
+    `image_text` are the token ids of a text with nothing but the images, and each of the `ranges` belongs to an image.
+    """
     moved: list[Any] = []
-    image_tokens: list[int] = []  # those that the model replaces by images
+    replaced_tokens: list[int] = []  # the tokens of all images in whose place the model computes with an image
     start = 0
     for range_ in ranges:
         tokens = image_text[range_.offset : range_.offset + range_.length]
         for token, is_replaced in zip(tokens, _replaced_tokens(range_), strict=True):
             if is_replaced:
-                image_tokens.append(token)
+                replaced_tokens.append(token)
         later_positions = range(start, len(prompt))
         offset = next((i for i in later_positions if prompt[i : i + len(tokens)] == tokens), None)
         if offset is None:
@@ -55,10 +58,10 @@ def _moved_ranges(prompt: list[int], image_text: list[int], ranges: Sequence[Any
         start = offset + len(tokens)
 
     # A prompt with more image tokens than its images take would be computed without an image at some of them.
-    kinds = set(image_tokens)
-    count = sum(token in kinds for token in prompt)
-    if count != len(image_tokens):
-        raise RequestRefused(f"The prompt has {count} image tokens; its images take {len(image_tokens)}.", _REMEDY)
+    image_token_ids = set(replaced_tokens)
+    count = sum(token in image_token_ids for token in prompt)
+    if count != len(replaced_tokens):
+        raise RequestRefused(f"The prompt has {count} image tokens; its images take {len(replaced_tokens)}.", _REMEDY)
     return moved
 
 

@@ -30,7 +30,10 @@ def slot_digest(manager: Any, lora_id: int) -> str:
 
 
 def _slot_tensors(manager: Any, slot: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one slot. A layer has those of all slots in attributes like `lora_a_stacked`."""
+    """The tensors of one slot, each with a name.
+
+    In vLLM's layers, attributes like `lora_a_stacked` are tuples of tensors [slots, ...], which hold all slots.
+    """
     for name, layer in sorted(manager.modules.items()):
         for attribute, stacked in sorted(vars(layer).items()):
             if not attribute.endswith("_stacked") or not isinstance(stacked, tuple | list):
