@@ -320,15 +320,16 @@ def _write_policy(
     name = readable_file_name(policy.name, names_in_use, "policy")
     (folder / name).mkdir()
     weights = _write_weights(folder / name, policy, base, merge, gguf)
+    becomes_whole_model = merge or gguf is not None
     return ExportedPolicy(
         name=policy.name,
-        kind="full" if merge or gguf else policy.kind,
+        kind="full" if becomes_whole_model else policy.kind,
         version=policy.version,
         base=base,
         folder=name,
         files=hashes_of(folder / name),
         fingerprint=fingerprint(weights),
-        lora=None if merge or gguf else policy.lora,
+        lora=None if becomes_whole_model else policy.lora,
         gguf=gguf,
         stayed=policy.stayed,
         step=policy.step,

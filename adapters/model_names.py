@@ -159,16 +159,20 @@ def _policy_of_all_roles(manifest: Manifest, prompts: bool) -> str:
 
     `prompts`: whether requests are answered with edited prompts.
     """
+    if len(manifest.policies) != 1:
+        return ""
+    policy = manifest.policies[0]
     recorded_roles = manifest.models.keys()
-    if len(manifest.policies) != 1 or manifest.policies[0].base is None or not recorded_roles:
+    if policy.base is None or not recorded_roles:
         return ""
     roles_of_policy = [entry.role for entry in manifest.roles]
-    if not recorded_roles <= set(roles_of_policy):
+    plays_all_roles = recorded_roles <= set(roles_of_policy)
+    if not plays_all_roles:
         return ""
     # Edited prompts differ by role, and an unlisted name does not tell the role.
     if prompts and len(roles_of_policy) > 1:
         return ""
-    return manifest.policies[0].name
+    return policy.name
 
 
 def _default_model(manifest: Manifest, default: str, choices: Sequence[str]) -> ServedModel | None:

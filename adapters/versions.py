@@ -103,22 +103,26 @@ def roll_back(folder: str | Path, number: int | None = None) -> Manifest:
     finish_replacement(export)
     if not is_export(export):
         read_manifest(export)  # raises, with the remedy
-    earlier = earlier_versions(export)
-    chosen = _replaced_by_present(export, earlier) if number is None else number
-    if chosen not in earlier:
-        fault = f"is not an earlier version of {folder}" if chosen else f"is missing: {folder} replaced no version"
-        kept = f"These are kept: {', '.join(map(str, earlier))}." if earlier else "It keeps no earlier version."
-        raise ConfigError("roll_back", chosen or None, fault, f"{kept} To export a checkpoint again: --step N.")
+    folder_of_version = earlier_versions(export)
+    numbers_text = ", ".join(map(str, folder_of_version))
+    chosen = _replaced_by_present(export, folder_of_version) if number is None else number
+    if chosen not in folder_of_version:
+        kept = f"These are kept: {numbers_text}." if folder_of_version else "It keeps no earlier version."
+        remedy = f"{kept} To export a checkpoint again: --step N."
+        if chosen == 0:
+            raise ConfigError("roll_back", None, f"is missing: {folder} replaced no version", remedy)
+        raise ConfigError("roll_back", chosen, f"is not an earlier version of {folder}", remedy)
 
     # A damaged version must not take the place of one that works.
+    earlier = folder_of_version[chosen]
     try:
-        manifest = read_manifest(earlier[chosen])
+        manifest = read_manifest(earlier)
         for policy in manifest.policies:
-            check_files(earlier[chosen], policy)
+            check_files(earlier, policy)
     except AdapterError as error:
-        remedy = f"Name another version (kept: {', '.join(map(str, earlier))}), or export a checkpoint with --step N."
+        remedy = f"Name another version (kept: {numbers_text}), or export a checkpoint with --step N."
         raise AdapterError(f"Version {chosen} of {folder} is damaged: {error.cause}", remedy) from None
-    replace_export(export, earlier[chosen])
+    replace_export(export, earlier)
     return manifest
 
 

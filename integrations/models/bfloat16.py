@@ -78,9 +78,10 @@ def pack_linear_layers(model: nn.Module) -> None:
     for parent in list(model.modules()):
         layers = {name: layer for name, layer in parent.named_children() if type(layer) is nn.Linear}
         for names in group_siblings(layers):
-            packed = pack(torch.cat([layers[name].weight.detach().bfloat16() for name in names]))
+            # Siblings have the same input, so their weights are stacked, and one product computes the outputs of all.
+            packed_weights = pack(torch.cat([layers[name].weight.detach().bfloat16() for name in names]))
             compute = _exact if layers[names[0]] is head else _rounded_product
-            joint = Joint(partial(compute, packed), [layers[name].out_features for name in names])
+            joint = Joint(partial(compute, packed_weights), [layers[name].out_features for name in names])
             for number, name in enumerate(names):
                 setattr(parent, name, PackedLinear(layers[name], joint, number))
 

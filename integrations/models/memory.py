@@ -15,9 +15,11 @@ def machine_memory() -> tuple[int, int]:
     free = int(memory.available)
     total = int(memory.total)
     # psutil reports the whole machine; the limit of a container is in its control group.
-    limit = _CGROUP / "memory.max"
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit() and int(text) < total:
-        total = int(text)
+    limit_file = _CGROUP / "memory.max"
+    limit = limit_file.read_text().strip() if limit_file.is_file() else ""
+    has_limit = limit.isdigit()  # "max" for a container without a limit
+    if has_limit and int(limit) < total:
+        total = int(limit)
         used = int((_CGROUP / "memory.current").read_text())
         free = min(free, total - used + _reclaimable_bytes())
     return free, total

@@ -71,6 +71,8 @@ class RolloutWorker:
     async def heartbeat(self) -> Heartbeat:
         """Return the state of this process. Only code that holds the interpreter lock can delay the answer."""
         blocked = time.monotonic() - self._last_tick - _TICK_SECONDS
+        # Episodes that have ended, for example by a time-out, while their plain function still runs: a thread cannot be
+        # stopped from outside.
         overdue = sum(live.ended for live in list(self._in_plain_functions))
         if blocked < _BLOCKED_SECONDS:
             return Heartbeat(overdue=overdue)

@@ -64,9 +64,10 @@ class Engine:
         self.faults = 0
         """Failed requests since its last good answer."""
         self.published_by_files = 0
-        """The engine's own count of these publications; see `BY_FILES`."""
+        """How often the engine, by its latest info, got weights as files that the learner could have sent."""
         self.by_files_only = by_files_only
-        """Whether remote weights are read here, because an engine has failed while it published some."""
+        """Whether this process reads the learner's weights and passes them on as files, because the learner failed to
+        send some to the engine."""
         self._versions = versions
         self._counters = counters
         self._health_timeout = health_timeout
@@ -240,11 +241,14 @@ class Replica:
         self._health_timeout = health_timeout
 
     async def supervise(self) -> None:
-        """Keep an engine running until its restarts are used up; cancelled when the router closes."""
+        """Start an engine, and restart it after each end until the restarts are used up. The router cancels this when
+        it closes.
+        """
         while True:
             try:
                 await self._start()
             except Exception as error:  # noqa: BLE001
+                # A wrong configuration at the first start will not become right.
                 if isinstance(error, ConfigError) and self.state == "starting":
                     self.refused = error
                     self._lose(error_line(error))
@@ -263,8 +267,8 @@ class Replica:
             pause = min(limits.BACKOFF * 2**self._restarts, limits.MAX_BACKOFF)
             self._restarts += 1
             self._counters["restarts"] += 1
-            number = f"{self._restarts} of {self._max_restarts}"
-            log.warning("Engine %s is restarted in %.3g s (%s).", self.name, pause, number)
+            restarts_text = f"{self._restarts} of {self._max_restarts}"
+            log.warning("Engine %s is restarted in %.3g s (%s).", self.name, pause, restarts_text)
             await asyncio.sleep(pause)
 
     async def end(self) -> None:
@@ -364,10 +368,14 @@ def _expected_fingerprints(versions: Versions) -> dict[str, str]:
     """
     if versions.lock.locked():
         return {}
-    last_full = {version.policy.name: version for version in versions.all() if version.target.lora is None}
+    last_full_version = {}  # of each policy
+    for version in versions.all():
+        if version.target.lora is None:
+            last_full_version[version.policy.name] = version
     expected = {}
     for version in versions.all():
-        replaced = version.target.lora is None and version not in last_full.values()
-        if not version.retired and not replaced:
+        has_full_weights = version.target.lora is None
+        is_replaced = has_full_weights and version is not last_full_version[version.policy.name]
+        if not version.retired and not is_replaced:
             expected[str(version.policy)] = version.fingerprint
     return expected

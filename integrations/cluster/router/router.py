@@ -114,8 +114,12 @@ class RoutedSampler(LoopSampler):
         try:
             answer = await super().sample(prompt_token_ids, n, params, policy)
         except BaseException as error:
-            counters = [counter for kind, counter in _COUNTER_OF_ERROR.items() if isinstance(error, kind)]
-            self.counters[counters[0] if counters else "failed"] += 1
+            outcome = "failed"
+            for kind, counter in _COUNTER_OF_ERROR.items():
+                if isinstance(error, kind):
+                    outcome = counter
+                    break
+            self.counters[outcome] += 1
             raise
         self.counters["answered"] += 1
         return answer

@@ -52,11 +52,13 @@ class Grammars:
         """Grammars for replies of a model with this tokenizer. `vocabulary` is the number of its logits, which may be
         more than its tokens.
         """
-        self._source = tokenizer
+        self._model_tokenizer = tokenizer
         self._vocabulary = max(vocabulary, len(tokenizer))
         self._tokenizer: Any = None
+        """The same tokenizer in llguidance; None until it is needed for the first time."""
         self._trials: Trials | None = None
-        self._spells = False
+        self._can_write_all = False
+        """See `spells`; False until the tokenizer is opened."""
         self._compiled: BoundedCache[Any] = BoundedCache(COMPILED, COMPILED_BYTES)
         self._lock = threading.Lock()
         self.words = -(-self._vocabulary // 32)
@@ -94,7 +96,7 @@ class Grammars:
         """Whether the tokenizer can write any text: its tokens are bytes, and it writes all of `PRINTED`."""
         with self._lock:
             self._open_library()
-            return self._spells
+            return self._can_write_all
 
     def special(self, token: int) -> bool:
         """Whether a token is special, outside of text, so that a grammar names it by its id."""
@@ -116,7 +118,9 @@ class Grammars:
         bits = np.empty((len(token_ids), self.words), np.int32)
         for position, token in enumerate(token_ids):
             matcher.allowed(bits[position])
-            if not bits[position, token // 32] >> (token % 32) & 1 or not matcher.consume(token):
+            word = bits[position, token // 32]
+            is_allowed = bool(word >> (token % 32) & 1)
+            if not is_allowed or not matcher.consume(token):
                 raise SamplerError(
                     f"Token {token} at position {position} of a reply is not allowed by its grammar.",
                     "Sampler and learner need the same tokenizer and the same version of llguidance.",
@@ -143,9 +147,10 @@ class Grammars:
 
     def _open_library(self) -> Any:
         if self._tokenizer is None:
-            self._tokenizer, description = _open(self._source, self._vocabulary)
+            self._tokenizer, description = _open(self._model_tokenizer, self._vocabulary)
             self._trials = Trials(description)
-            self._spells = "json" in description and all(_can_write(self._tokenizer, text) for text in PRINTED)
+            has_json = "json" in description
+            self._can_write_all = has_json and all(_can_write(self._tokenizer, text) for text in PRINTED)
         return self._tokenizer
 
 
@@ -160,7 +165,7 @@ def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
     A fast tokenizer is described by its own JSON. If there is none, or llguidance cannot read it, the description is
     the text of each token.
     """
-    description: dict[str, Any] = {"vocabulary": vocabulary, "eos": tokenizer.eos_token_id}
+    base: dict[str, Any] = {"vocabulary": vocabulary, "eos": tokenizer.eos_token_id}
     fast_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
     fault_of_json = "it is not a fast one"
     try:
@@ -169,13 +174,12 @@ def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
                 plain = copy.copy(fast_tokenizer)
                 plain.no_padding()
                 plain.no_truncation()
-                description["json"] = plain.to_str()
-                return open_tokenizer(description), description
+                with_json = {**base, "json": plain.to_str()}
+                return open_tokenizer(with_json), with_json
             except ValueError as error:
                 fault_of_json = str(error).splitlines()[0]
-                del description["json"]
-        description.update(_tokenizer_texts(tokenizer))
-        return open_tokenizer(description, lambda text: tokenizer.encode(text, add_special_tokens=False)), description
+        with_texts = {**base, **_tokenizer_texts(tokenizer)}
+        return open_tokenizer(with_texts, lambda text: tokenizer.encode(text, add_special_tokens=False)), with_texts
     except ImportError as error:
         raise SamplerError(
             "Structured output needs llguidance, which is not installed.", install_extra("train")

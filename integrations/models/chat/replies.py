@@ -111,16 +111,19 @@ class Replies:
             self._on_refused()
             return None
         message: dict[str, Any] = {"role": "assistant", "content": parsed.get("content") or ""}
+        # Templates of different models name the fields differently.
         message |= _reasoning_field(parsed.get("reasoning_content") or parsed.get("thinking") or "")
-        calls = [with_arguments(c.get("function", c)) for c in parsed.get("tool_calls") or []]
-        if not all(is_call(c) for c in calls):
+        calls = [with_arguments(call.get("function", call)) for call in parsed.get("tool_calls") or []]
+        if not all(is_call(call) for call in calls):
             self._on_refused()
             return None
-        # Without tools in the request, a text that looks like a call is plain text.
         if calls and not tools:
-            message["content"] = split_reasoning(reply, opened=prompt.rstrip().endswith(REASONING[0]))[1]
+            # Without tools in the request, a text that looks like a call is plain text.
+            opening, _ = REASONING
+            _, text_after_reasoning = split_reasoning(reply, opened=prompt.rstrip().endswith(opening))
+            message["content"] = text_after_reasoning
         elif calls:
-            message["tool_calls"] = [tool_call(c) for c in calls]
+            message["tool_calls"] = [tool_call(call) for call in calls]
         return message
 
 

@@ -169,11 +169,15 @@ class _RefusalSearch:
         if not reason:
             return ""
         path, schema, reason = self._innermost_refused(root, reason)
-        place = ".".join([name, *path] if name else path) or "the schema"
+        if name:
+            path = [name, *path]
+        place = ".".join(path) or "the schema"
         # Find the keyword without which this part would be accepted.
         for keyword in schema:
+            if keyword == "type":
+                continue  # the other keywords depend on it
             other_keywords = {key: value for key, value in schema.items() if key != keyword}
-            if keyword != "type" and not self._refusal_reason(other_keywords, root):
+            if not self._refusal_reason(other_keywords, root):
                 value = json.dumps(schema[keyword], ensure_ascii=False)[:120]
                 return f"{place}: {keyword} {value} ({reason.rstrip(':')})"
         return f"{place}: {reason}"
@@ -189,7 +193,7 @@ class _RefusalSearch:
         while True:
             refused_part = self._refused_part(innermost, root)
             if refused_part is not None:
-                # Go on inside this part.
+                # Continue inside this part.
                 place, innermost = refused_part
                 path.append(place)
                 reason = self._refusal_reason(innermost, root) or reason
@@ -341,14 +345,17 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
             f"{NOT_ENFORCEABLE}: its schema is nested more than {DEPTH} deep.",
             "Use $defs and $ref, or ask for plain text and check the reply.",
         )
-    if place := _mixed_patterns(schema):
+    if mixed_object := _mixed_patterns(schema):
         raise RequestRefused(
-            f"{NOT_ENFORCEABLE}: {place}: patternProperties together with properties is not supported.",
+            f"{NOT_ENFORCEABLE}: {mixed_object}: patternProperties together with properties is not supported.",
             "Name all properties, or use patternProperties alone.",
         )
-    closed = schema if "allOf" in json.dumps(schema) else _close_objects(schema)
-    style = {"x-guidance": JSON_STYLE}
-    return "%json " + json.dumps({**closed, **style} if isinstance(closed, Mapping) else {"allOf": [closed], **style})
+    # Properties of an object may stand in different parts of an `allOf`, each of which must allow the others.
+    combines_schemas = "allOf" in json.dumps(schema)
+    closed = schema if combines_schemas else _close_objects(schema)
+    if not isinstance(closed, Mapping):  # a schema may also be true or false
+        closed = {"allOf": [closed]}
+    return "%json " + json.dumps({**closed, "x-guidance": JSON_STYLE})
 
 
 def _format_grammar(body: Mapping[str, Any]) -> str:
@@ -455,15 +462,21 @@ def _text(syntax: Syntax) -> list[str]:
 def _reasoning_rules(syntax: Syntax, text: str = _ANY_TEXT) -> list[str]:
     """The grammar rules of the model's reasoning before its reply; none for a model that does not reason.
 
-    `text` is what the reasoning may be, up to the mark that closes it. It is ignored if this mark is no special token.
+    `text` is the pattern of the reasoning between its marks. It is ignored if the closing mark is no special token.
     """
     if syntax.think is None:
         return []
     opening, closing = syntax.think
-    opened = "" if syntax.thinking else syntax.mark(opening) + " "
+    # Nothing, if the prompt has opened the reasoning already.
+    opening_mark = "" if syntax.thinking else syntax.mark(opening) + " "
+    up_to_two_newlines = r"/\n{0,2}/"
     if syntax.token(closing) is None:
-        return [f"thought: {opened}thinking /\\n{{0,2}}/", f"thinking[lazy]: /(.|\\n)*{_regex(closing)}/"]
-    return [f"thought: {opened}THINKING {syntax.mark(closing)} /\\n{{0,2}}/", f"THINKING: {text}"]
+        # The closing mark is text, so the reasoning ends with its first occurrence (`lazy`).
+        return [
+            f"thought: {opening_mark}thinking {up_to_two_newlines}",
+            f"thinking[lazy]: /(.|\\n)*{_regex(closing)}/",
+        ]
+    return [f"thought: {opening_mark}THINKING {syntax.mark(closing)} {up_to_two_newlines}", f"THINKING: {text}"]
 
 
 def _regex(text: str) -> str:

@@ -31,8 +31,8 @@ from cotune.integrations.models.chat.tool_formats import (
     Tools,
     format_that_reads,
     shown_by,
-    spelled_by,
     tool_format,
+    write_sample_call,
 )
 from cotune.integrations.models.folder.folder import TRANSFORMERS_LOCK, errors_of_model, loading_options
 from cotune.integrations.models.folder.kinds import end_ids, sees_images
@@ -291,7 +291,8 @@ class ChatTemplate:
             return self._template(messages, None, {}, generation=generation)
 
         try:
-            self.sample_call = spelled_by(template, [self.tokenizer.decode([end]) for end in self.end_token_ids])
+            end_texts = [self.tokenizer.decode([end]) for end in self.end_token_ids]
+            self.sample_call = write_sample_call(template, end_texts)
         except SamplerError:  # the template refuses calls
             return HERMES
         return HERMES if self.sample_call is None else format_that_reads(self.sample_call)

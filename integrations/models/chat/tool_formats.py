@@ -180,21 +180,28 @@ _TEMPLATES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _by_template(name: str, closed: tuple[str, str] | None = None) -> Read:
-    """A reader by a response template. `closed` are the mark that opens a call, and the mark that must close it."""
+def _by_template(name: str, call_marks: tuple[str, str] | None = None) -> Read:
+    """A reader by a response template. `call_marks` are the mark that opens a call, and the mark that must close it;
+    None if a call needs no closing mark.
+    """
     template = _TEMPLATES[name]
 
     def read(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         """Read content and tool calls of a reply by the tokenizer's own response template. Raises ValueError for broken
         calls.
         """
-        if closed and text.rfind(closed[0]) > text.rfind(closed[1]):
-            raise ValueError("a tool call that is not closed")
-        parsed_reply = _parse_response()(text, template, prefix="", tools=list(tools))
+        if call_marks is not None:
+            opening, closing = call_marks
+            last_call_is_open = text.rfind(opening) > text.rfind(closing)
+            if last_call_is_open:
+                raise ValueError("a tool call that is not closed")
+        parse_response = _parse_response()
+        parsed_reply = parse_response(text, template, prefix="", tools=list(tools))
         calls = []
-        for entry in parsed_reply.get("tool_calls") or []:
+        for match in parsed_reply.get("tool_calls") or []:
             # A match may be one call, or a list of calls.
-            calls += [_name_and_arguments(call) for call in (entry if isinstance(entry, list) else [entry])]
+            calls_of_match = match if isinstance(match, list) else [match]
+            calls += [_name_and_arguments(call) for call in calls_of_match]
         if not all(is_call(call) for call in calls):
             raise ValueError("a tool call without name and arguments")
         return parsed_reply.get("content") or "", calls
@@ -301,21 +308,22 @@ _FUNCTION = "probe_function"
 _VALUE = "probe value"
 _PROBE_TOOLS = [{"type": "function", "function": {"name": _FUNCTION, "description": "d", "parameters": {
     "type": "object", "properties": {"probe_key": {"type": "string", "description": "d"}}}}}]  # fmt: skip
-_CALLED = {"type": "function", "id": "probe0001", "function": {"name": _FUNCTION, "arguments": {"probe_key": _VALUE}}}
+_CALL = {"type": "function", "id": "probe0001", "function": {"name": _FUNCTION, "arguments": {"probe_key": _VALUE}}}
 
 
-def spelled_by(template: Callable[[list[dict[str, Any]], bool], str], ends: Sequence[str]) -> str | None:
+def write_sample_call(template: Callable[[list[dict[str, Any]], bool], str], ends: Sequence[str]) -> str | None:
     """A tool call as a chat template writes it; None if the template writes none.
 
     `template` renders messages, with a generation prompt or without. `ends` are the texts of end tokens.
     """
     request = [{"role": "user", "content": _QUESTION}]
-    answer = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
+    answer = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     prompt = template(request, True)
     transcript = template([*request, answer], False)
-    reply = transcript.rpartition(_QUESTION)[2]
     if transcript.startswith(prompt):
         reply = transcript.removeprefix(prompt)
+    else:
+        _, _, reply = transcript.rpartition(_QUESTION)
     if _FUNCTION not in reply or _VALUE not in reply:
         return None
     # The call ends at the first end token after its arguments.

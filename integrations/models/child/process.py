@@ -166,8 +166,9 @@ class ProcessHost:
         try:
             while True:
                 replies = receive(self._pipe)
-                if error := next((reply.error for reply in replies if not reply.id), None):
-                    self._fail(error)
+                errors_of_engine = [reply.error for reply in replies if not reply.id]
+                if errors_of_engine and errors_of_engine[0] is not None:
+                    self._fail(errors_of_engine[0])
                     break
                 self._receive(replies)
         except (EOFError, OSError):

@@ -190,10 +190,11 @@ def write_model(base: Path, weights: Weights, to: Path) -> None:
 
     model = _load_float32(base)
     parameters = dict(model.named_parameters())
-    if odd := sorted(parameters.keys() ^ weights.keys()):
+    names_in_one_only = sorted(parameters.keys() ^ weights.keys())
+    if names_in_one_only:
         raise ConfigError(
             "weights",
-            odd[0],
+            names_in_one_only[0],
             f"is missing in the weights or in {base}",
             "Pass the right base model.",
         )

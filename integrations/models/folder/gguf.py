@@ -100,18 +100,20 @@ def _write_as_folder(file: Path, to: Path, weights: bool) -> None:
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except ImportError as error:
         raise ConfigError("model", str(file), f"cannot be read ({error})", "Run: pip install gguf") from None
-    except Exception as error:  # whatever a file that is none makes the reader raise
+    except Exception as error:  # the reader raises any error for a file in another format
         fault = f"is not a GGUF file of an architecture that transformers reads ({error_line(error)})"
         raise ConfigError("model", str(file), fault, "Fetch it again, or use the model's own folder.") from error
     model.config.rope_parameters = _rope_parameters(file, model.config)
-    # A model from GGUF counts as quantized and cannot be saved. A second model with the same weights can.
-    settings = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    # A model from GGUF counts as quantized, although its weights are float32 now, and transformers does not save it.
+    # Save a second model with the same weights.
+    settings = model.config.to_dict()
+    settings.pop("quantization_config", None)
     with torch.device("meta"):
-        plain = type(model)(type(model.config).from_dict(settings))
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    plain.save_pretrained(to)
+        savable = type(model)(type(model.config).from_dict(settings))
+    savable.load_state_dict(model.state_dict(), assign=True)
+    savable.tie_weights()
+    savable.generation_config = model.generation_config
+    savable.save_pretrained(to)
 
 
 LLAMA3: dict[str, Any] = {
@@ -129,10 +131,12 @@ def slowed_positions(config: Any) -> np.ndarray:
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    width = 2 * len(slowed)
-    plain = config.rope_parameters["rope_theta"] ** -(np.arange(0, width, 2, dtype=np.float32) / width)
-    return (plain / slowed.numpy()).astype(np.float32)
+    slowed_frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")  # one for each pair of a head's dimensions
+    head_size = 2 * len(slowed_frequencies)
+    # The usual frequencies of rotary positions: theta ** (-2i / head size).
+    exponents = np.arange(0, head_size, 2, dtype=np.float32) / head_size
+    plain_frequencies = config.rope_parameters["rope_theta"] ** -exponents
+    return (plain_frequencies / slowed_frequencies.numpy()).astype(np.float32)
 
 
 def _rope_parameters(file: Path, config: Any) -> dict[str, Any]:

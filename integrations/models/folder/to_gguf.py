@@ -82,10 +82,15 @@ def write_gguf(model: Path, file: Path, precision: Precision, *, name: str, base
         for name_in_folder, shape, _ in _tensors_in_order(model, config):
             name_in_file = names.get_name(name_in_folder, try_suffixes=(".weight", ".bias")) or name_in_folder
             kind = _tensor_type(shape, precision)
-            # numpy has no type for these kinds, so they are stored as bytes.
-            stored_as_bytes = kind.name in ("BF16", "Q8_0")
-            stored_shape = gguf.quant_shape_to_byte_shape(shape, kind) if stored_as_bytes else shape
-            dtype = np.dtype({"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8))
+            stored_shape = shape
+            dtype: np.dtype[Any]
+            if kind.name == "F32":
+                dtype = np.dtype(np.float32)
+            elif kind.name == "F16":
+                dtype = np.dtype(np.float16)
+            else:  # BF16 or Q8_0, for which numpy has no type: it is stored as bytes
+                dtype = np.dtype(np.uint8)
+                stored_shape = gguf.quant_shape_to_byte_shape(shape, kind)
             size = int(np.prod(stored_shape)) * dtype.itemsize
             writer.add_tensor_info(name_in_file, stored_shape, dtype, size, kind)
         writer.write_header_to_file()

@@ -36,8 +36,12 @@ def load_kernels() -> Kernels:
     from liger_kernel.ops import LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # The last argument forbids gradients in place, as other operations may use the same tensor.
-        output: Tensor = LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False, None)
+        weight_offset = 0.0  # added to the weight; only Gemma has one
+        rounding = "llama"
+        in_place = False  # gradients are not written over tensors that other operations may use
+        row_mode = None  # Liger chooses its kernel itself
+        # Functions of autograd take no keywords.
+        output: Tensor = LigerRMSNormFunction.apply(x, weight, eps, weight_offset, rounding, in_place, row_mode)
         return output
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -147,14 +147,15 @@ class Batch:
         return int((self.state["span"][: self.rows] * self.state["alive"][: self.rows]).max(initial=0))
 
     def room(self) -> float:
-        """The number of tokens that all rows together may have. On a GPU, their keys and values must fit into a part of
-        its free memory. On a CPU there is no limit.
+        """The number of tokens that all rows together may have.
 
-        After the engine has run out of memory, `_token_limit` bounds the tokens until the buffers are given back.
+        On a GPU, their keys and values must fit into a part of its free memory. On a CPU, they are not limited. After
+        the engine has run out of memory, `_token_limit` is a further limit, until the buffers are given back.
         """
         if self.device.type != "cuda":
             return self._token_limit
-        return min(self._token_limit, GPU_PART * self.cache.gpu_memory() / self._token_bytes)
+        tokens_in_memory = GPU_PART * self.cache.gpu_memory() / self._token_bytes
+        return min(self._token_limit, tokens_in_memory)
 
     def halve(self) -> None:
         """Drop all rows and free their memory. Later rows may have half as many tokens as were admitted."""
@@ -224,21 +225,23 @@ class Batch:
         passes = self._prefill(sources)
         number_of_source = {source: i for i, source in enumerate(sources)}
         longest_prompt = max(len(source.prompt) for source in sources)
-        # For each candidate, [candidates]: the number of its job and of its prompt, and its row.
+        # For each candidate, [candidates]: the number of its job and of its prompt, and its row. The candidates of one
+        # job follow each other.
         job_numbers = np.repeat(np.arange(len(jobs)), [job.n for job in jobs])
         source_numbers = np.array([number_of_source[jobs[i].source] for i in job_numbers])
         adapter_ids = np.array([jobs[i].adapter_id for i in job_numbers])
         new_rows = self._arrange(adapter_ids, longest_prompt, max(job.span for job in jobs))
 
+        # Collect the logits of all passes, [prompts, vocabulary], and copy the states to the rows.
         prompt_lengths = np.array([len(source.prompt) for source in sources], np.int64)
-        logits = torch.empty(
-            (len(sources), passes[0].logits.shape[1]), dtype=passes[0].logits.dtype, device=self.device
-        )
+        first_logits = passes[0].logits
+        logits = torch.empty((len(sources), first_logits.shape[1]), dtype=first_logits.dtype, device=self.device)
         for prefill_pass in passes:
             self._fill_rows(prefill_pass, prompt_lengths, source_numbers, new_rows)
             logits[torch.as_tensor(prefill_pass.members, device=self.device)] = prefill_pass.logits
         for i, job in enumerate(jobs):
-            self.state.put(new_rows[job_numbers == i], job, self.grammars)
+            rows_of_job = new_rows[job_numbers == i]
+            self.state.put(rows_of_job, job, self.grammars)
         self._refresh_derived()
         return logits[torch.as_tensor(source_numbers, device=self.device)], new_rows
 
@@ -377,10 +380,10 @@ class Batch:
             return None
         rows = slice(0, self.rows)
         window = self.cache.window
-        # All rows end in the same column, so the prompt of the row with the most drawn tokens ends first. The token
-        # that was drawn last has no column yet.
+        # All rows end in the same column, so the prompt of the row with the most drawn tokens ends first.
         most_drawn = int((self.state["count"][rows] * self.state["alive"][rows]).max())
-        columns = window.end - window.first - (most_drawn - 1)
+        drawn_columns = most_drawn - 1  # the token that was drawn last has no column yet
+        columns = window.end - window.first - drawn_columns
         return find_shared_columns(columns, self._groups, self.cache.token_bytes())
 
     def _longest_row(self) -> int:

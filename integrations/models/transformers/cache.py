@@ -221,17 +221,21 @@ class RowCache(Cache):
         row_capacity = window.row_capacity
         if rows > row_capacity:
             row_capacity = max(rows, 2 * window.row_capacity)
-        # New buffers have space for half as many tokens more, so that growing rows are copied rarely.
-        least_columns = columns_for(tokens)
-        spacious_columns = max(least_columns, min(columns_for(tokens + tokens // 2), columns_for(span)))
+        # New buffers have space for half as many tokens more, so that growing rows are copied rarely. More than `span`
+        # tokens are never needed.
+        needed_columns = columns_for(tokens)
+        spacious_columns = max(needed_columns, min(columns_for(tokens + tokens // 2), columns_for(span)))
         columns = window.columns
-        if tokens + COLUMNS // 2 > columns:
+        has_free_columns = tokens + COLUMNS // 2 <= columns
+        if not has_free_columns:
             columns = spacious_columns
         if row_capacity * columns <= self.limit:
             return row_capacity, columns
-        # Close to the limit there are no spare rows, and only as many spare columns as the limit allows.
+        # Close to the limit there are no spare rows, and only as many spare columns as the limit allows, in multiples
+        # of COLUMNS.
         most_columns = int(self.limit // rows) // COLUMNS * COLUMNS
-        return rows, max(least_columns, min(spacious_columns, most_columns))
+        columns = min(spacious_columns, most_columns)
+        return rows, max(needed_columns, columns)
 
     def _replace_buffers(
         self,
@@ -241,8 +245,10 @@ class RowCache(Cache):
         columns: int,
         end: int,
     ) -> None:
-        """Allocate buffers of `row_capacity` rows and `columns` columns, and copy the rows `live` to the rows
-        `positions` of them. The used columns then end at the column `end`.
+        """Allocate new buffers of `row_capacity` rows and `columns` columns, and copy the states of live rows to them.
+
+        Row `live[i]` of the old buffers becomes row `positions[i]` of the new ones. The used columns then end at the
+        column `end`.
         """
         window = self.window
         device = self.starts.device
@@ -250,7 +256,9 @@ class RowCache(Cache):
         new_columns = slice(end - self.width, end)
         source = torch.as_tensor(live, device=device)
         target = torch.as_tensor(positions, device=device)
-        no_row_moves = np.array_equal(live, positions) and np.array_equal(live, np.arange(len(live)))
+        # Usually the live rows are the first ones and stay there. Then a copy of a slice is enough.
+        live_rows_are_first = np.array_equal(live, np.arange(len(live)))
+        no_row_moves = live_rows_are_first and np.array_equal(live, positions)
         window.row_capacity = row_capacity
         window.columns = columns
         # Each old layer is freed before the next is copied, so that only one layer is in memory twice.
@@ -268,6 +276,7 @@ class RowCache(Cache):
                     del moved_states
             del old_buffers, buffer, states
 
+        # The values of each row, and the bias, which follows from the starts.
         starts = self.starts[source] + (end - window.end)
         shifts = self.shifts[source]
         self.starts = self.starts.new_zeros(row_capacity)

@@ -57,12 +57,12 @@ class DecodeStep:
         for i, layer in enumerate(model.model.layers):
             name = f"model.layers.{i}"
             attention = layer.self_attn
+            # A projection has all modules with the same input: k_proj and v_proj too.
+            qkv = lora.projection(f"{name}.self_attn.q_proj")
             self._layers.append(
                 _Layer(
                     input_norm=_rms_norm(layer.input_layernorm),
-                    qkv=lora.projection(
-                        f"{name}.self_attn.q_proj"
-                    ),  # with k_proj and v_proj, which have the same input
+                    qkv=qkv,
                     query_norm=_rms_norm(getattr(attention, "q_norm", None)),
                     key_norm=_rms_norm(getattr(attention, "k_norm", None)),
                     out=lora.projection(f"{name}.self_attn.o_proj"),

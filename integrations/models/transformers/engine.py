@@ -409,11 +409,12 @@ def _load_network(path: str, dtype: str) -> Any:
 
 
 def _move_to_device(model: Any, device: str) -> Any:
-    """Raises ConfigError for a device that is not there."""
+    """Move a model to a device. Raises ConfigError for a device that this machine does not have."""
     try:
         return model.to(device)
     except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
-        fault = f"is not a torch device of this machine ({str(error).partition(chr(10))[0]})"
+        raise  # a RuntimeError too, but the device exists
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
+        first_line, _, _ = str(error).partition("\n")
+        fault = f"is not a torch device of this machine ({first_line})"
         raise ConfigError("device", device, fault, "Use cpu, or a GPU that torch can use.") from None

@@ -82,16 +82,16 @@ class PrefixCache:
         path, length = self._walk(key, tokens)
         if length < len(tokens):
             parent = path[-1] if path else self._roots.setdefault(key, _Node((), [], None))
-            # The last node may have further tokens, in which these differ: the new node follows its common part.
-            differing_tokens = sum(len(node.tokens) for node in path) - length
-            if differing_tokens:
-                parent = self._split_node(parent, len(parent.tokens) - differing_tokens, key)
+            # The known beginning may end inside the last node. Then split this node, and continue from its upper part.
+            n_beyond_beginning = sum(len(node.tokens) for node in path) - length
+            if n_beyond_beginning:
+                parent = self._split_node(parent, len(parent.tokens) - n_beyond_beginning, key)
                 path[-1] = parent
-            node = _Node(tokens[length:], read(length, len(tokens)), parent)
-            parent.children[node.tokens[0]] = node
-            self._used[node] = key
-            self.bytes += node.bytes
-            path.append(node)
+            new_node = _Node(tokens[length:], read(length, len(tokens)), parent)
+            parent.children[new_node.tokens[0]] = new_node
+            self._used[new_node] = key
+            self.bytes += new_node.bytes
+            path.append(new_node)
         self._mark_used(path)
         while self.bytes > self.limit:
             oldest, _ = self._used.popitem(last=False)

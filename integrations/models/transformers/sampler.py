@@ -38,11 +38,13 @@ class TransformersSampler(HostedSampler):
                 "cannot serve a model that is already loaded",
                 'Use host = "thread", or pass the model\'s folder.',
             )
-        folder = isinstance(model, Path) or (isinstance(model, str) and Path(model).is_absolute())
-        if folder and not Path(model, "config.json").exists():
+        # Any other text may be the id of a model on the Hub.
+        must_be_folder = isinstance(model, Path) or (isinstance(model, str) and Path(model).is_absolute())
+        if must_be_folder and not Path(model, "config.json").exists():
             raise ConfigError("model", str(model), "is not a folder with config.json and weights", "Check --model.")
         source = ModelSource(str(model) if isinstance(model, Path) else model, **settings)
-        return await cls(TransformersProcess if host == "process" else ThreadHost).start(source)
+        sampler = cls(TransformersProcess if host == "process" else ThreadHost)
+        return await sampler.start(source)
 
 
 async def open_engine(config: EngineConfig) -> TransformersSampler:

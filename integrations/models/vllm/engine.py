@@ -307,19 +307,25 @@ class VllmSampler(LoopSampler):
                 f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
                 "Open an engine for each policy that is trained in full.",
             )
-        sendable = None
+        sendable: LearnerWeights | None = None  # weights that the learner can send; None to use files at once
         if isinstance(weights, LearnerWeights) and self._receives and weights.address not in self._failed_learners:
             sendable = weights
-        # Files are written while the engine still answers.
-        folder = None if sendable is not None else await self._write(policy, weights)
+        folder: Path | None = None
+        if sendable is None:
+            folder = await self._write(policy, weights)  # already now, while the engine still answers
         try:
             await self._end_served_versions()
             await self._llm.pause_generation(mode="wait", clear_cache=True)
-            loaded_fingerprint = "" if sendable is None else await self._receive(policy, sendable)
+            loaded_fingerprint = ""
+            if sendable is not None:
+                loaded_fingerprint = await self._receive(policy, sendable)
             if not loaded_fingerprint:
+                # Load the weights from files, also after a transfer that failed.
                 if isinstance(weights, LearnerWeights):
                     self._by_files += 1
-                loaded_fingerprint = await self._load_files(folder or await self._write(policy, weights))
+                if folder is None:
+                    folder = await self._write(policy, weights)
+                loaded_fingerprint = await self._load_files(folder)
             await self._llm.reset_prefix_cache()
             await self._llm.resume_generation()
             return Version(policy, loaded_fingerprint)
@@ -344,9 +350,10 @@ class VllmSampler(LoopSampler):
     async def _receive(self, policy: PolicyRef, weights: LearnerWeights) -> str:
         """Let the learner send weights to all workers. Returns the fingerprint that all of them computed.
 
-        If it is not the learner's, or the transfer failed, this returns "", and the engine uses files for this learner
-        from now on: another failure may again take as long as the limits of a transfer. Raises SamplerError if a
-        worker's model did not take the tensors: files may then fill other tensors than the model computes with.
+        Returns "" if the transfer failed, or if the fingerprint is not the learner's. From then on, the engine uses
+        files for this learner, because another failure may take as long as the limits of a transfer. Raises
+        SamplerError if a worker's model did not take the tensors: files may then fill other tensors than the model
+        computes with.
         """
         workers = self._llm.vllm_config.parallel_config.world_size
         ticket = weights.ticket(workers, "cuda" if on_gpu() else "cpu")
@@ -359,7 +366,9 @@ class VllmSampler(LoopSampler):
         for answer in answers:
             if answer["load_error"]:
                 raise SamplerError(f"A worker of vLLM did not load them: {answer['load_error']}.", _REOPEN)
-            cause = answer["transfer_error"] or cause
+            if answer["transfer_error"]:
+                cause = answer["transfer_error"]
+        # The learner may know more about the cause.
         try:
             await asyncio.wait_for(sending, STALL_SECONDS)
         except Exception as error:  # noqa: BLE001

@@ -9,11 +9,11 @@ from typing import Any
 from cotune.errors import RequestRefused, SamplerError
 from cotune.sampling.protocol import Completion, SamplingParams, TopTokens
 
-_SHAPE = (
+_DISTRIBUTION = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-"""All parameters that shape the distribution. vLLM would take those not named from the model's generation_config."""
+"""All parameters that shape the distribution. vLLM would take a missing one from the model's generation_config."""
 
 
 def python_params(n: int, params: SamplingParams) -> Any:
@@ -54,18 +54,17 @@ def http_params(n: int, params: SamplingParams, forbidden: Iterable[int] = ()) -
 
 
 def _common_params(n: int, params: SamplingParams) -> dict[str, Any]:
-    """The sampling parameters that vLLM's Python API and its server share. Special tokens are not skipped, as they are
-    read from the reply.
-    """
-    shape = {name: getattr(params, name) for name in _SHAPE}
-    shape["top_p"] = shape["top_p"] or 1e-9  # 0 allows only the likeliest token, but vLLM refuses it
+    """The sampling parameters that vLLM's Python API and its server share."""
+    distribution = {name: getattr(params, name) for name in _DISTRIBUTION}
+    if not distribution["top_p"]:
+        distribution["top_p"] = 1e-9  # 0 allows only the likeliest token, but vLLM refuses it
     return {
         "n": n,
-        **shape,
+        **distribution,
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
         "seed": spread_seed(params.seed),
-        "skip_special_tokens": False,
+        "skip_special_tokens": False,  # a reply is read by its special tokens
         "logprobs": params.top_logprobs,
     }
 

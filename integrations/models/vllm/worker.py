@@ -57,10 +57,12 @@ class CotuneWorker:
         if loaded is None or lora_id not in manager.lora_index_to_id:
             raise RuntimeError(f"adapter {lora_id} is not in the engine")
         weights = read_weights(Path(folder))
-        scale = PEFTHelper.from_local_dir(folder, None).vllm_lora_scaling_factor
+        # vLLM converts and renames the tensors, so compare the digests of all values, without names.
+        scale = PEFTHelper.from_local_dir(folder, max_position_embeddings=None).vllm_lora_scaling_factor
         dtype = manager.lora_config.lora_dtype
-        expected = Counter(_digest(_as_loaded(name, array, dtype, scale)) for name, array in weights.items())
-        if expected != Counter(_digest(tensor) for tensor in _tensors(loaded.loras)):
+        expected_digests = Counter(_digest(_as_loaded(name, array, dtype, scale)) for name, array in weights.items())
+        loaded_digests = Counter(_digest(tensor) for tensor in _tensors(loaded.loras))
+        if loaded_digests != expected_digests:
             raise RuntimeError(f"adapter {lora_id} in the engine has other values than {folder}")
         return fingerprint(weights)
 
