@@ -22,6 +22,7 @@ from cotune.recording.hooks import hooks
 from cotune.recording.recorder import LiveEpisode, Responder, Sink
 from cotune.records.failure_cause import FailureCause, failure_cause
 from cotune.records.structs import Episode, Task
+from cotune.runtime.cancellation import await_cancellable
 from cotune.runtime.default_threads import grow_threads
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible, watched
 from cotune.runtime.user_code import Stopped, context_value, error_origin, error_phrase, in_thread, user_code
@@ -240,28 +241,12 @@ async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
 async def _run_stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
     """Await `work`, the workflow. If this is cancelled from outside, stop the episode's calls before the workflow is
     cancelled: a framework may wait for them before it ends."""
-    cancellations: list[asyncio.CancelledError] = []
 
-    async def remember_cancellation() -> Any:
-        try:
-            return await work
-        except asyncio.CancelledError as error:
-            # The workflow cancelled itself. A task that ends by it does not pass on the error's text and traceback.
-            cancellations.append(error)
-            raise
+    def stop_calls() -> None:
+        live.interrupted = True
+        live.stop()
 
-    running = asyncio.ensure_future(remember_cancellation())
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        if not running.done():  # cancelled from outside
-            live.interrupted = True
-            live.stop()
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-        elif cancellations:
-            raise cancellations[0] from None
-        raise
+    return await await_cancellable(work, stop_calls)
 
 
 def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: TimeoutError) -> WorkflowError:

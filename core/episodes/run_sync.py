@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
 from cotune.recording.context import identify
+from cotune.runtime.cancellation import cancel_tasks
 from cotune.runtime.default_threads import grow_threads
 from cotune.runtime.interrupts import interrupts
 from cotune.runtime.process_exit import print_line
@@ -57,6 +58,8 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
                 if signals.count:
                     raise KeyboardInterrupt from None
                 raise
+            finally:
+                _cancel_rest(loop)
     finally:
         drop_state_of_loop(loop)
 
@@ -75,6 +78,17 @@ def _to_the_end(loop: asyncio.AbstractEventLoop, main: asyncio.Task[T]) -> T:
             if main.done() or not str(error).startswith("Event loop stopped"):
                 raise
             log.warning("The application called loop.stop() on the loop that cotune runs on: the run continues.")
+
+
+def _cancel_rest(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel what the application has left running on a loop that is about to close, and log what does not end."""
+    places = cancel_tasks(loop, lambda task: _to_the_end(loop, task))
+    if places:
+        log.warning(
+            "Tasks of the application that catch every cancellation are left behind (%d): %s.",
+            len(places),
+            "; ".join(places[:3]),
+        )
 
 
 @contextlib.contextmanager

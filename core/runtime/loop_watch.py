@@ -14,7 +14,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from types import FrameType
 from typing import TypeVar
 
@@ -60,6 +60,20 @@ def watched(limit: asyncio.Timeout, seconds: float | None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def paused_while_blocked(limit: asyncio.Timeout) -> Iterator[None]:
+    """A block whose time limit does not count the time in which application code blocks the loop.
+
+    For answers of a model: it may have answered long before the loop can receive the answer.
+    """
+    watch = state_of_loop(asyncio.get_running_loop(), "watch", _Watch)
+    watch.paused.add(limit)
+    try:
+        yield
+    finally:
+        watch.paused.discard(limit)
+
+
 async def interruptible(work: Awaitable[T]) -> T:
     """Await the application's code. Raises the same exceptions as `contain_errors`, which does not let the code end the
     process.
@@ -80,6 +94,8 @@ class _Watch:
 
     def __init__(self) -> None:
         self._limits: dict[asyncio.Timeout, float] = {}
+        self.paused: set[asyncio.Timeout] = set()
+        """Time limits that do not count blocked time."""
         self._ticked = time.monotonic()
         self._interrupted = False
         """Whether the code that now blocks the loop has been interrupted."""
@@ -101,14 +117,14 @@ class _Watch:
 
     def extend(self, seconds: float) -> None:
         """Extend the time limits of the loop's episodes by the time in which they could not run."""
+        _extend(self._limits, seconds)
+        _extend(self.paused, seconds)
         self._ticked = time.monotonic()
         self._interrupted = False
-        for limit in self._limits:
-            if (when := limit.when()) is not None and not limit.expired():
-                limit.reschedule(when + seconds)
 
     def _begin(self) -> None:
         """Handle the signal of the watch, and start the ticks of the loop and the thread that checks them."""
+        self._ticked = time.monotonic()  # the loop may have done other work since its last episode
         signal.signal(_SIGNAL, self._interrupt)
         self._over = threading.Event()
         self._tick(self._over)
@@ -116,6 +132,10 @@ class _Watch:
         threading.Thread(target=check, name="cotune-watch", daemon=True).start()
 
     def _tick(self, over: threading.Event) -> None:
+        # This timer was due before the limits that expired while the loop was blocked, so it runs before them.
+        blocked = time.monotonic() - self._ticked - INTERVAL
+        if blocked > INTERVAL:
+            _extend(self.paused, blocked)
         self._ticked = time.monotonic()
         self._interrupted = False
         if not over.is_set():
@@ -157,6 +177,13 @@ class _Watch:
         if blocked and user_code.get() and not self._interrupted:
             self._interrupted = True
             raise Blocked(blocked, thread_place(frame))
+
+
+def _extend(limits: Iterable[asyncio.Timeout], seconds: float) -> None:
+    """Move time limits that have not expired by this number of seconds."""
+    for limit in limits:
+        if (when := limit.when()) is not None and not limit.expired():
+            limit.reschedule(when + seconds)
 
 
 def running_context(frame: FrameType | None) -> contextvars.Context | None:

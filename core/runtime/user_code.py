@@ -192,6 +192,11 @@ def thread_place(frame: FrameType | None) -> str:
     frame = frame or innermost
     if frame is None:
         return "an unknown place"
+    return frame_place(frame)
+
+
+def frame_place(frame: FrameType) -> str:
+    """The place of a frame as text: file, line, function and source."""
     file = frame.f_code.co_filename
     line = frame.f_lineno
     source = linecache.getline(file, line).strip()

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from cotune.errors import SampleTimeout, SyncError
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
+from cotune.runtime.loop_watch import paused_while_blocked
 
 Weights = Mapping[str, npt.NDArray[Any]]
 Shape = tuple[int, ...]
@@ -167,10 +168,12 @@ class SamplerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def in_time(policy: PolicyRef, params: SamplingParams) -> AsyncIterator[None]:
-    """A block that samples for a request. Raises SampleTimeout if it takes longer than `params.timeout`."""
+    """A block that samples for a request. Raises SampleTimeout if it takes longer than `params.timeout`. Time in which
+    the application blocks the event loop does not count."""
     try:
-        async with asyncio.timeout(params.timeout):
-            yield
+        async with asyncio.timeout(params.timeout) as limit:
+            with paused_while_blocked(limit):
+                yield
     except TimeoutError:
         raise SampleTimeout(
             f"{policy} did not answer within {params.timeout} s.",

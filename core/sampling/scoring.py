@@ -15,6 +15,7 @@ import msgspec
 from cotune.errors import WorkflowError, error_text
 from cotune.recording.context import current_episode
 from cotune.records.structs import LARGEST_REWARD, Candidate, Task
+from cotune.runtime.cancellation import await_cancellable
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
 from cotune.runtime.user_code import AppThread, Stopped, context_value, error_origin, pooled_thread, user_code
 
@@ -278,7 +279,7 @@ async def _call_function(fn: Callable[..., Any], args: Sequence[Any], timeout: f
             value = fn(*args) if thread is None else await thread.run(fn, *args)
             # A sync function may return an awaitable, for example a lambda around an async function.
             if inspect.isawaitable(value):
-                value = await interruptible(value)
+                value = await await_cancellable(interruptible(value))
             return value
     except Exception as error:  # noqa: BLE001
         if not isinstance(error, TimeoutError) or not limit.expired():
