@@ -59,11 +59,12 @@ def read_background(run: Path, evaluation: Path | None = None, steps: Collection
     named_evaluation = read_evaluation(evaluation) if evaluation else None
     with OpenedRun(run) as opened:
         headline, unevaluated = _headline_of_weights(opened, named_evaluation, set(steps))
-        # The first chart of each section that a reader of the card cares about.
+        # The most informative chart of each section that a reader of the card cares about.
         shown_charts = []
-        informative_charts = first_charts(charts([opened]), most=len(FIRST))
+        charts_by_information = first_charts(charts([opened]), most=len(FIRST))  # no limit: all titles in FIRST
         for section in ("Outcome", "Roles"):
-            shown_charts += [chart for chart in informative_charts if chart.section == section][:1]
+            charts_of_section = [chart for chart in charts_by_information if chart.section == section]
+            shown_charts += charts_of_section[:1]
         return Background(
             facts=facts(opened),
             charts=shown_charts,
@@ -95,12 +96,12 @@ def _headline_of_weights(run: OpenedRun, named: StoredEvaluation | None, steps: 
 
     # The held-out figures are of other weights, and the figures of records of the whole run: neither may be shown.
     changes = tuple(change for change in headline.changes if change.kind not in ("held_out", "recorded"))
-    headline = msgspec.structs.replace(headline, changes=changes)
+    of_these_weights = msgspec.structs.replace(headline, changes=changes)
     if len(steps) > 1:
-        return headline, "This combination was not evaluated: its policies are from several checkpoints."
+        return of_these_weights, "This combination was not evaluated: its policies are from several checkpoints."
     if run.evaluations or evaluated_in_training:
-        return headline, f"The checkpoint after step {max(steps)} was not evaluated."
-    return headline, ""
+        return of_these_weights, f"The checkpoint after step {max(steps)} was not evaluated."
+    return of_these_weights, ""
 
 
 def write_card(folder: Path, manifest: Manifest, background: Background | None) -> None:

@@ -102,7 +102,7 @@ def export_run(
     steps = {policy.step for policy in policies if policy.weights is not None and policy.step is not None}
     return write_export(
         out,
-        [replace(policy, stayed=_why_stayed(Path(run), policy)) for policy in policies],
+        [replace(policy, stayed=_why_never_updated(Path(run), policy)) for policy in policies],
         origin=Origin(
             run=Path(run).resolve().name,
             trained_with=read_run(run).prompts or AS_WRITTEN,
@@ -407,11 +407,13 @@ class TrainedPolicy:
             raise AdapterError(cause, "Put the old one back, or name its place with --model.")
 
 
-def _why_stayed(run: Path, policy: TrainedPolicy) -> str:
+def _why_never_updated(run: Path, policy: TrainedPolicy) -> str:
     """The reasons why no step had updated a trained policy at its checkpoint, with the number of steps; empty if one
-    had.
+    had, or if the policy is not trained.
     """
-    if policy.version or policy.weights is None:
+    was_updated = policy.version > 0
+    is_trained = policy.weights is not None
+    if was_updated or not is_trained:
         return ""
     newest = newest_checkpoint(RunLayout(run).checkpoints)
     if newest is not None:

@@ -158,9 +158,9 @@ def _keep_as_earlier(export: Path, replaced: Path, number: int) -> None:
 
     # The next roll-back returns to the version just replaced, so that one stays even if its number is the lowest.
     policies = read_manifest(export).policies
-    whole_models = any(policy.folder and policy.lora is None for policy in policies)
-    most = EARLIER_MODELS if whole_models else EARLIER_ADAPTERS
+    has_whole_models = any(policy.folder and policy.lora is None for policy in policies)
+    limit = EARLIER_MODELS if has_whole_models else EARLIER_ADAPTERS
     older_versions = [version for version in earlier_versions(export) if version != free_number]
-    surplus = max(0, len(older_versions) + 1 - most)
-    for version in older_versions[:surplus]:
+    n_to_remove = max(0, len(older_versions) + 1 - limit)
+    for version in older_versions[:n_to_remove]:
         shutil.rmtree(versions / str(version))

@@ -194,8 +194,10 @@ class Queue:
             if request.placed.done():
                 continue  # it was cancelled just now
             untried = [engine for engine in free if engine not in request.tried]
-            if untried or request.tried.issuperset(healthy):
-                self._give(request, choose_engine(untried or free, self._homes, request.blocks, request.cost))
+            all_have_failed_it = request.tried.issuperset(healthy)
+            if untried or all_have_failed_it:
+                choices = untried or free
+                self._give(request, choose_engine(choices, self._homes, request.blocks, request.cost))
             else:
                 # The request waits for a busy engine that has not failed it yet.
                 failed_by_free_engines.append(request)

@@ -147,8 +147,10 @@ def refused_place(
             schemas.append((f"tool {_name(tool)}", function_of(tool).get("parameters")))
     search = _RefusalSearch(fault)
     for name, schema in schemas:
-        if isinstance(schema, Mapping) and (refused := search.find(name, schema)):
-            return refused
+        if isinstance(schema, Mapping):
+            refused_part = search.find(name, schema)
+            if refused_part:
+                return refused_part
     return ""
 
 

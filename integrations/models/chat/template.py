@@ -361,7 +361,8 @@ class ChatTemplate:
         opening, closing = REASONING
         tail = self._replies.tail(prompt)
         format = self.tool_format or HERMES
-        reasons = opening in str(self.tokenizer.chat_template) and not tail.endswith(closing)
+        model_reasons = opening in str(self.tokenizer.chat_template)
+        may_reason = model_reasons and not tail.endswith(closing)
         return Syntax(
             all_ends=self.end_token_ids,
             vocabulary=len(self.tokenizer),
@@ -369,7 +370,7 @@ class ChatTemplate:
             call=lambda name, arguments: format.call(name, arguments, self._token),
             token=self._token,
             supports=lambda grammar: not self._grammars.trials.fault(grammar),
-            think=REASONING if reasons else None,
+            think=REASONING if may_reason else None,
             thinking=tail.endswith(opening),
             ends=[token for token in self.end_token_ids if token != self.tokenizer.eos_token_id],
             spells=self._grammars.spells,

@@ -270,15 +270,14 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
     except ImportError as error:
         raise ConfigError("tool_format", name, f"needs vLLM ({error})", install_extra("vllm")) from None
     try:
-        parser = ToolParserManager.get_tool_parser(name.removeprefix(VLLM))
+        parser_class: Any = ToolParserManager.get_tool_parser(name.removeprefix(VLLM))
     except KeyError:
         names = ", ".join(ToolParserManager.list_registered())
         raise ConfigError(
             "tool_format", name, "is not a tool parser of vLLM", f"Use vllm: and one of {names}."
         ) from None
-    make_parser: Any = parser
     try:
-        make_parser(tokenizer)
+        parser_class(tokenizer)
     except Exception as error:  # noqa: BLE001, a parser that lacks its marks in the vocabulary may raise any error
         raise ConfigError(
             "tool_format", name, f"is not a format of this model ({error})", 'Use tool_format = "auto".'
@@ -289,7 +288,8 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         request = ChatCompletionRequest.model_validate({"model": "", "messages": [], "tools": list(tools) or None})
-        extracted = make_parser(tokenizer, request.tools).extract_tool_calls(text, request)
+        parser = parser_class(tokenizer, request.tools)
+        extracted = parser.extract_tool_calls(text, request)
         if not extracted.tools_called:
             return text, []
         calls = []
@@ -340,11 +340,11 @@ def shown_by(template: Callable[[list[dict[str, Any]], Tools], str]) -> bool:
     return _FUNCTION in template([{"role": "user", "content": _QUESTION}], _PROBE_TOOLS)
 
 
-def format_that_reads(spelled: str) -> ToolFormat | None:
-    """The format that can read the probe's tool call as the chat template writes it; None if no format can."""
+def format_that_reads(sample_call: str) -> ToolFormat | None:
+    """The format that can read the text of a tool call from `write_sample_call`; None if no format can."""
     for format in FORMATS.values():
         try:
-            _, calls = format.read(spelled, _PROBE_TOOLS)
+            _, calls = format.read(sample_call, _PROBE_TOOLS)
         except (ValueError, KeyError, TypeError):
             continue  # not the format of this template
         names_and_arguments = [(call["name"], parsed_arguments(call["arguments"])) for call in calls]

@@ -45,16 +45,20 @@ def locate_model(model: str | Path, weights: bool = True) -> Path:
     if (path / "roles.json").is_file():
         raise _no_model(model, "it is an export", "Use the base model that it was trained on, or cotune serve.")
     if (path / "adapter_config.json").is_file():
-        whole = f"the export, {path.parent}" if (path.parent / "roles.json").is_file() else "its base model"
-        raise _no_model(model, "it is an adapter", f"Use {whole}.")
-    if (file := find_gguf(path)) is not None:
-        return unpack_gguf(file, weights)
+        remedy = "Use its base model."
+        if (path.parent / "roles.json").is_file():
+            remedy = f"Use the export, {path.parent}."
+        raise _no_model(model, "it is an adapter", remedy)
+    gguf_file = find_gguf(path)
+    if gguf_file is not None:
+        return unpack_gguf(gguf_file, weights)
     if path.exists():
         raise _no_model(model, "it has no config.json", "Correct the path.")
     if not _may_be_id(str(model)):
-        raise _no_model(
-            model, "there is no such folder", f"{_similar_folder(path)} An id has the form owner/name.".strip()
-        )
+        remedy = f"{_similar_folder(path)} An id has the form owner/name.".strip()
+        raise _no_model(model, "there is no such folder", remedy)
+
+    # There is nothing under this path, so it is the id of a model on the Hub.
     from huggingface_hub import snapshot_download
 
     try:
@@ -214,14 +218,15 @@ def write_merged(base: Path, weights: Weights, lora: LoraSpec, to: Path) -> Weig
     model = _load_float32(base)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, a in weights.items():
+        for name, lora_a in weights.items():
             if not name.endswith(_LORA_A):
                 continue
             layer = name.removesuffix(_LORA_A)
             target = layer.removeprefix("base_model.model.") + ".weight"
             if target not in parameters:
                 raise ConfigError("weights", name, f"is not of an adapter of {base}", "Pass the right base model.")
-            delta = lora.scale * (np.asarray(weights[f"{layer}.lora_B.weight"], np.float32) @ np.asarray(a, np.float32))
+            lora_b = weights[f"{layer}.lora_B.weight"]
+            delta = lora.scale * (np.asarray(lora_b, np.float32) @ np.asarray(lora_a, np.float32))
             parameters[target].add_(torch.from_numpy(delta))
     _save(model, base, to)
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}

@@ -81,10 +81,12 @@ def rows_attention(
         or attention_mask.shape[1] != 1
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if scaling is None:
+        scaling = dim**-0.5
     # Several heads of the query read the keys of one head.
     grouped_query = query.view(rows, key_heads, heads // key_heads, dim)
     mask = attention_mask.expand(*grouped_query.shape[:3], -1).flatten(0, 1)
-    out = attend(grouped_query, key, value, mask, dim**-0.5 if scaling is None else scaling, shared_columns)
+    out = attend(grouped_query, key, value, mask, scaling, shared_columns)
     return out.view(rows, 1, heads, value.shape[3]), None
 
 
@@ -116,12 +118,16 @@ def _attend_shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, shar
     scores = query.new_empty((*query.shape[:3], key.shape[2]))
     scores[..., n_shared:] = torch.matmul(query, key[:, :, n_shared:].transpose(2, 3))
     for low, high in shared_columns.groups:
-        product = torch.matmul(_join_queries(query[low:high]), key[low, :, :n_shared].transpose(1, 2))
+        # All queries of the range, as if they belonged to one row, with the keys of its first row.
+        shared_keys = key[low, :, :n_shared]
+        product = torch.matmul(_join_queries(query[low:high]), shared_keys.transpose(1, 2))
         scores[low:high, ..., :n_shared] = _split_queries(product, high - low)
     weights = torch.softmax(scores.add_(mask), -1)
+    # The same two parts for the sums of values.
     out = torch.matmul(weights[..., n_shared:], value[:, :, n_shared:])
     for low, high in shared_columns.groups:
-        product = torch.matmul(_join_queries(weights[low:high, ..., :n_shared]), value[low, :, :n_shared])
+        shared_values = value[low, :, :n_shared]
+        product = torch.matmul(_join_queries(weights[low:high, ..., :n_shared]), shared_values)
         out[low:high] += _split_queries(product, high - low)
     return out
 

@@ -329,6 +329,7 @@ class DecodingEngine:
     def _copy_model(self, weights: Weights) -> Any:
         """A copy of the base model with these weights."""
         if self._packed:
+            # The packed layers of the base model cannot take other weights, so load the model once more.
             model = _load_network(self.source.model, "float32").eval()
             check_full(model, weights)
         else:

@@ -93,6 +93,7 @@ class VllmHttpSampler(LoopSampler):
         from.
         """
         client = self._client
+        # The server lists its base model under one or several names, and its adapters, which have a parent.
         cards = [card for card in await client.open() if card.parent is None]
         base = next((card for card in cards if card.max_model_len), None)
         if base is None or not _describes_model(model, base):

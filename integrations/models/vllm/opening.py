@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cotune.integrations.models.engines import EngineConfig
 from cotune.integrations.models.vllm.device import check_gpu
 from cotune.integrations.models.vllm.engine import VllmSampler, check_installed, prepare_environment
@@ -24,8 +26,12 @@ async def open_engine(config: EngineConfig) -> Sampler:
         return await start_vllm_process(config)
     prepare_environment()
     check_gpu(config.gpus)
-    parallel = {"tensor_parallel_size": config.gpus} if config.gpus > 1 else {}
-    shared = {"gpu_memory_utilization": SHARED} if config.sleeps and config.gpus else {}
+    # cotune's arguments of vLLM, which the user's (`config.arguments`) replace.
+    arguments: dict[str, Any] = {}
+    if config.gpus > 1:
+        arguments["tensor_parallel_size"] = config.gpus
+    if config.sleeps and config.gpus:
+        arguments["gpu_memory_utilization"] = SHARED
     return await VllmSampler.open(
         config.model,
         weights=config.weights,
@@ -34,7 +40,7 @@ async def open_engine(config: EngineConfig) -> Sampler:
         max_lora_rank=config.max_lora_rank,
         sequences=config.sequences,
         sleeps=config.sleeps,
-        engine_args={**parallel, **shared, **config.arguments},
+        engine_args={**arguments, **config.arguments},
     )
 
 

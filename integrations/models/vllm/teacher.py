@@ -117,8 +117,12 @@ class VllmTeacher:
         self._counts["unscored"] += faults.total()
         if self._gone or faults.total() == len(rows):
             cause = "no longer answers" if self._gone else f"has scored none of {len(rows)} rows"
-            why = self._last_failure or faults.most_common(1)[0][0]
-            raise LearnerError(f"The teacher {self.url} {cause}: {why}.", "Correct that, then continue with --resume.")
+            reason = self._last_failure
+            if not reason:
+                reason, _ = faults.most_common(1)[0]
+            raise LearnerError(
+                f"The teacher {self.url} {cause}: {reason}.", "Correct that, then continue with --resume."
+            )
         for fault in sorted(faults.keys() - self._warned):
             log.warning(
                 "The teacher %s has not scored %d rows, which are left out: %s.", self.url, faults[fault], fault

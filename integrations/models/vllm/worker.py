@@ -114,9 +114,9 @@ class CotuneWorker:
         for name, tensor in sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda item: item[0]):
             values = tensor.detach()
             if values.element_size() == 1:
-                values = values.view(torch.uint8)
-            value = torch.hash_tensor(values).item() if values.numel() else 0
-            digest.update(f"{name}{tuple(values.shape)}{value}".encode())
+                values = values.view(torch.uint8)  # torch cannot hash float8
+            tensor_hash = torch.hash_tensor(values).item() if values.numel() else 0
+            digest.update(f"{name}{tuple(values.shape)}{tensor_hash}".encode())
         return digest.hexdigest()
 
     def cotune_weights(self) -> str:
@@ -142,12 +142,16 @@ class CotuneWorker:
         return {"fingerprint": receiver.fingerprint(), "transfer_error": "", "load_error": ""}
 
     def _load_received(self, receiver: Receiver) -> None:
-        """Load the tensors of a receiver into the model. An error of the receiver is left in its `error`; others are
-        raised."""
+        """Load the tensors of a receiver into the model, as they arrive.
+
+        An error of the transfer ends the tensors early and is left in `receiver.error`. An error of the model is
+        raised.
+        """
         with set_current_vllm_config(self.vllm_config), closing(receiver.tensors()) as tensors:
             try:
                 self.weight_transfer_engine.load(tensors)
             except Exception:
+                # After an error of the transfer, the model only lacks the tensors that did not arrive.
                 if receiver.error is None:
                     raise
 
