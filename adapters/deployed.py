@@ -230,7 +230,7 @@ class Deployment:
             self._responder = LocalResponder(local, self._override)
         for activate in hooks.activators:
             activate()
-        carry_context(callers=self._roles is not None)
+        carry_context(remember_starters=self._roles is not None)
         self._context_token = current_episode.set(self._new_episode())
         if self._open_trace is not None:
             self.trace = self._open_trace(name="deployed", key=self._key).__enter__()

@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from cotune.errors import ConfigError, RecordError
 from cotune.records.structs import CallRecord, Episode, Message, Record, Segment
@@ -50,15 +50,16 @@ class CollectorRecords:
     def __init__(self, collector: Collector, rates: Rates = 1.0) -> None:
         """`rates` is the share of episodes to send, or a share for each role, with "*" for the other roles."""
         self._collector = collector
-        # One share decides here about the whole episode. Shares by role decide at the first call of each role; without
-        # any role, everything is sent.
-        self._rates: Mapping[str, float] = {}
-        if isinstance(rates, Mapping):
-            self._rates = rates
-            self._sends_all = not rates
+        self._role_rates: Mapping[str, float] = rates if isinstance(rates, Mapping) else {}
+        self._sends: Literal["everything", "nothing", "some roles"]
+        """One share decides here about the whole episode. Shares by role decide at the first call of each role."""
+        if isinstance(rates, Mapping) and rates:
+            self._sends = "some roles"
+        elif isinstance(rates, Mapping) or random.random() < rates:  # an empty mapping limits no role
+            self._sends = "everything"
         else:
-            self._sends_all = random.random() < rates
-        self._drawn: dict[str, bool] = {}
+            self._sends = "nothing"
+        self._sends_role: dict[str, bool] = {}
         """Whether the calls of a role are sent, by role."""
         self._left_out: set[str] = set()
         """Ids of calls that were left out."""
@@ -69,8 +70,11 @@ class CollectorRecords:
         self._lock = threading.Lock()
 
     def write(self, records: Sequence[Record]) -> None:
-        if not self._sends_all:
-            records = self._apply_rates(records)
+        if self._sends == "nothing":
+            self._collector.leave_out(sum(isinstance(record, CallRecord) for record in records))
+            return
+        if self._sends == "some roles":
+            records = self._records_to_send(records)
         if records:
             self._collector.write(records)
 
@@ -84,45 +88,50 @@ class CollectorRecords:
     def close(self) -> None:
         """Do nothing: the collector's spool has all records."""
 
-    def _apply_rates(self, records: Sequence[Record]) -> list[Record]:
-        """The records to send, each after the messages and segments of tokens that it needs.
+    def _records_to_send(self, records: Sequence[Record]) -> list[Record]:
+        """Choose the new records to send by the roles of their calls, and put before each the messages and segments of
+        tokens that it needs.
 
-        Messages and segments are held back until a call that is sent needs them: calls that are left out may be the
-        only ones that use them. An episode that is left out as a whole has no records.
+        Messages and segments come before the calls that use them. They are held back until a call that is sent needs
+        them, because the calls that use them may all be left out.
         """
-        sampled: list[Record] = []
+        to_send: list[Record] = []
         with self._lock:
             self._choose_left_out(records)
-            if not self._rates:  # the whole episode is left out
-                return sampled
             for record in records:
                 if isinstance(record, Message | Segment):
                     self._held[record.id] = record
                     self._size += len(record.packed) if isinstance(record, Segment) else len(repr(record.body))
                 elif isinstance(record, CallRecord):
                     if record.id not in self._left_out:
-                        sampled += [*self._take_held(_needed_ids(record)), *self._take_path(record.prompt), record]
+                        to_send += self._take_held(_needed_ids(record))
+                        to_send += self._take_path(record.prompt)
+                        to_send.append(record)
                 elif isinstance(record, Episode):
-                    needed = [*(result.value for result in record.results), record.chance]
-                    sampled += [*self._take_held(needed), record]
+                    to_send += self._take_held([*(result.value for result in record.results), record.chance])
+                    to_send.append(record)
                 else:  # a reward of an episode, or of a call's candidate, whose id begins with the id of the call
                     target = record.target.partition(".")[0]
                     if target not in self._left_out:
-                        sampled.append(record)
+                        to_send.append(record)
             if self._size > MOST_HELD_BYTES:
-                sampled += self._take_held(list(self._held))
-        return sampled
+                to_send += self._take_held(list(self._held))
+        return to_send
 
     def _choose_left_out(self, records: Sequence[Record]) -> None:
-        """Choose the calls that are not sent, by the rates of their roles, and count them at the collector."""
+        """Add the calls that are not sent to `_left_out`, and count them at the collector.
+
+        At the first call of a role, a random draw decides about all calls of the role in this episode.
+        """
         left_out: list[str] = []
         for record in records:
             if not isinstance(record, CallRecord):
                 continue
             role = record.role
-            if self._rates and role not in self._drawn:  # drawn once, at the first call of the role
-                self._drawn[role] = random.random() < self._rates.get(role, self._rates.get("*", 1.0))
-            if not self._rates or not self._drawn[role]:
+            if role not in self._sends_role:
+                rate_of_others = self._role_rates.get("*", 1.0)
+                self._sends_role[role] = random.random() < self._role_rates.get(role, rate_of_others)
+            if not self._sends_role[role]:
                 left_out.append(record.id)
         self._left_out.update(left_out)
         self._collector.leave_out(len(left_out))

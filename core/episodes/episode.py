@@ -101,12 +101,12 @@ async def run_episode(
     `responder` answers the calls instead of the application's provider. Cancelling records the episode as cancelled.
     Raises ConfigError if clock, uuid and random cannot be recorded.
     """
-    # Hook the frameworks, and begin the episode.
+    # Hook the frameworks, and begin the episode. A roles function may ask which functions started the task of a call.
     for prepare in (*hooks.activators, *hooks.starters):
         prepare()
     if options.freeze:
         start_freezing()
-    carry_context(callers=workflow.roles is not None)
+    carry_context(remember_starters=workflow.roles is not None)
     live = live_episode(workflow, task, sink, options, responder)
     live.loop = asyncio.get_running_loop()
     live.tape.frameworks = options.record_tools
@@ -120,7 +120,7 @@ async def run_episode(
                 value = await _run(workflow, task, live)
         source = f"The workflow {workflow.name!r}"
         value, text = split_feedback(value, source)
-        if live.fatal is not None:
+        if live.fatal is not None:  # an error that the application has swallowed
             raise live.fatal
         # A workflow whose rewards come from comparisons may return None.
         if value is None and workflow.compares:
@@ -182,10 +182,10 @@ def _unknown_rewards(value: Any) -> list[str]:
     """Names of the rewards that a workflow returned as None."""
     if not isinstance(value, Mapping):
         return []
-    names = [name for name, number in value.items() if number is None and name != "metrics"]
-    if list(value) == names == ["success"]:
+    if value.keys() == {"success"} and value["success"] is None:
         return ["team"]  # `success` alone is also the reward `team`
-    return [name for name in names if name != "success"]
+    names_of_metrics = ("metrics", "success")
+    return [name for name, number in value.items() if number is None and name not in names_of_metrics]
 
 
 def outcome_of(value: Any, source: str) -> tuple[dict[str, float], dict[str, float]]:
@@ -205,17 +205,22 @@ def outcome_of(value: Any, source: str) -> tuple[dict[str, float], dict[str, flo
             )
         rewards = components(value, source, "team", may_be_unknown=True)
         return rewards, ({"success": rewards["team"]} if _is_bool(value) else {})
-    named = {name: number for name, number in value.items() if number is not None}
-    has_unknown = len(named) < len(value)
-    named_metrics = named.pop("metrics", None)
-    metrics = components(named_metrics, source) if named_metrics else {}
-    if "success" in named:
-        metrics |= components({"success": named.pop("success")}, source, may_be_unknown=True)
-    if not named and "success" in metrics:
-        named = {"team": metrics["success"]}  # success is the only outcome, so it is also the reward
-    if not named and has_unknown:  # all rewards are unknown now and may arrive later
+
+    # Take the metrics out of the dict: the entries that remain are the rewards.
+    named_rewards = {name: number for name, number in value.items() if number is not None}
+    has_unknown = len(named_rewards) < len(value)
+    metrics: dict[str, float] = {}
+    named_metrics = named_rewards.pop("metrics", None)
+    if named_metrics:
+        metrics = components(named_metrics, source)
+    if "success" in named_rewards:
+        metrics |= components({"success": named_rewards.pop("success")}, source, may_be_unknown=True)
+
+    if not named_rewards and "success" in metrics:
+        named_rewards = {"team": metrics["success"]}  # success is the only outcome, so it is also the reward
+    if not named_rewards and has_unknown:  # all rewards are unknown now and may arrive later
         return {}, metrics
-    return components(named, source, may_be_unknown=True), metrics
+    return components(named_rewards, source, may_be_unknown=True), metrics
 
 
 def _is_bool(value: Any) -> bool:

@@ -94,22 +94,24 @@ def _cancel_rest(loop: asyncio.AbstractEventLoop) -> None:
 @contextlib.contextmanager
 def _exits_logged() -> Iterator[None]:
     """Inside this context, a call of `os._exit` by the application prints its file and line before the process ends.
-    Otherwise the process would vanish without a word.
+    Otherwise the user could not see why the process ended.
     """
     original = os._exit
     process = os.getpid()
 
     def exit_with_message(status: int) -> NoReturn:
-        """Exit as `os._exit` does, after printing the caller, if the application's code calls it in this process."""
+        """Exit as `os._exit` does. If the application's code calls it in this process, print the place first."""
+        caller = user_code.get()  # such as "The workflow 'solve' on task '7'"; empty for code that is not the user's
         # A forked child has this patch too, but may end itself without ending the run.
-        if os.getpid() == process and user_code.get():
+        ends_run = os.getpid() == process
+        if caller and ends_run:
             role = identify().role
-            caller = user_code.get()
-            if role != "app":
+            if role != "app":  # the role of code outside of every agent, which names nothing
                 caller = f"{caller}, role {role!r},"
             where = thread_place(sys._getframe(1))
             text = f"{caller} called os._exit({status}), which ends the process at once: {where}."
-            print_line(f"{text} {current_run.get().go_on}".strip())
+            how_to_continue = current_run.get().go_on
+            print_line(f"{text} {how_to_continue}".strip())
         original(status)
 
     os._exit = exit_with_message

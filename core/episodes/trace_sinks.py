@@ -93,14 +93,14 @@ class FileRecords:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Store]:
-        """Read the records that have been written."""
-        store = self._store
-        if store is not None:
-            store.flush()
-            yield store
+        """A block that reads the records written so far. Yields the store: the one that this sink still writes to, or
+        after `close` a store that is opened for this block."""
+        if self._store is not None:
+            self._store.flush()
+            yield self._store
             return
-        with open_store(self._address, read_only=True) as closed:
-            yield closed
+        with open_store(self._address, read_only=True) as reopened_store:
+            yield reopened_store
 
     def close(self) -> None:
         if self._store is not None:

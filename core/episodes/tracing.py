@@ -229,7 +229,8 @@ class Trace:
             self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
         else:
             self._live = Within(outer, self._sink, self.task, roles=self._roles or outer.roles, **options)
-        carry_context(callers=self._live.roles is not None)
+        # A roles function may ask which functions started the task that makes a call.
+        carry_context(remember_starters=self._live.roles is not None)
         self._token = current_episode.set(self._live)
         return self
 
@@ -302,19 +303,25 @@ class Within(LiveEpisode):
         self.outer = outer
         # Shared, because integrations note facts about calls, and the outer episode makes them.
         self.notes = outer.notes
-        self._own_prompting = self.prompting
-        self.prompting = self.prompting or outer.prompting
+        self._prompting_of_trace = self.prompting
+        if self.prompting is None:
+            self.prompting = outer.prompting
 
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
-        """The outer episode's call. Its copy in this episode ends together with it."""
+        """Start a call in the outer episode, and return it. A copy of it starts in this episode, and ends together with
+        it."""
         call = self.outer.start(caller, body)
-        role = call.role
-        with contextlib.suppress(RecordError):  # a call after the end of the block belongs only to the outer episode
+        role_in_prompts = call.role
+        try:
             copy = super().start(caller, body)
+        except RecordError:
+            pass  # a call after the end of the block belongs only to the outer episode
+        else:
             call.copies = (*call.copies, copy)
-            role = copy.role
-        if self._own_prompting is not None:
-            self._own_prompting.edit(call, body, self.warn, role)
+            role_in_prompts = copy.role  # this episode's own roles function may give the call another role
+        # The outer episode's call is sent, so the prompts of this trace must edit that one.
+        if self._prompting_of_trace is not None:
+            self._prompting_of_trace.edit(call, body, self.warn, role_in_prompts)
         return call
 
     def edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from cotune.recording.redaction import RedactedCall, Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.answers import Answer
 from cotune.records.ids import ROOT, address, candidate_id, canonical, message_id, new_id, pack_ids
-from cotune.records.structs import CallRecord, CallStatus, Candidate, Message, Record, Segment, Usage
+from cotune.records.structs import CallRecord, CallStatus, Candidate, Message, Record, Segment
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _SHORT = 512
@@ -178,12 +178,14 @@ class CallRecords:
         self._redaction = redaction
         self._lock = lock
         self._warn = warn
-        self._answers: BoundedCache[str] = BoundedCache(OUTPUTS, OUTPUT_BYTES)
-        """The calls that have ended, by their answers (`_key`; for a short text also with the role) and by the ids that
-        a framework gives to the answers."""
+        self._answering_calls: BoundedCache[str] = BoundedCache(OUTPUTS, OUTPUT_BYTES)
+        """The id of the call that gave an answer, to find the parents of later calls. It is found by three kinds of
+        keys: the answer's content (`_key`), for a short text also the pair of the role and this key, and the id that a
+        framework gave to the answer."""
         self._prompts = PromptTree()
         self._known_addresses: BoundedCache[str] = BoundedCache(NAMES, NAME_BYTES)
-        """The content addresses of bodies that are stored, by their JSON, or by the address itself if it is long."""
+        """The content address of each message or other body that was stored, so that it is not stored again. The key of
+        a short body is its JSON, the key of a long one the address itself."""
         self._histories: dict[str, list[SentMessage]] = {}
         """The messages of each role's last call."""
 
@@ -221,10 +223,11 @@ class CallRecords:
         The framework may have named these answers by its own ids (`call.caller.read`). Otherwise they are found by the
         assistant messages of the prompt.
         """
-        if len(self._answers) == 0:
+        if len(self._answering_calls) == 0:
             return ()
-        parents = [self._answers.get(output_id) for output_id in call.caller.read]
-        if not any(parents):
+        parents = [self._answering_calls.get(output_id) for output_id in call.caller.read]
+        has_named_parent = any(parent is not None for parent in parents)
+        if not has_named_parent:
             for sent in call.sent:
                 if sent.message.get("role") != "assistant":
                     continue
@@ -233,8 +236,10 @@ class CallRecords:
                 parent = None
                 if _is_short(sent.key):
                     # Several roles may give a short answer such as "yes": the role's own is the likelier one.
-                    parent = self._answers.get((call.role, sent.key))
-                parents.append(parent or self._answers.get(sent.key))
+                    parent = self._answering_calls.get((call.role, sent.key))
+                if parent is None:
+                    parent = self._answering_calls.get(sent.key)
+                parents.append(parent)
         return tuple(dict.fromkeys(parent for parent in parents if parent is not None))
 
     def paths(self, role: str) -> list[bytes]:
@@ -246,24 +251,27 @@ class CallRecords:
         """The records of a call that has ended: new messages, new segments of its prompt, the call, and its candidates'
         rewards.
 
-        Everything passes through the redactors first. Only the stored form gets ids, so that a hash reveals no hidden
-        text. The chosen answer is remembered, to find the calls that read it later.
+        Redactors change everything first. Ids are hashes of the redacted form, because a hash of the original would let
+        a reader check guesses of the hidden text. The chosen answer is remembered, to find the calls that read it
+        later.
         """
         redacted = self._redacted(call, answer, error)
 
-        # 1. Its messages, tools, grammar and prompt, which are stored once for several calls. The record of the call
-        #    has their ids. Long lists of tools are encoded outside the lock, because this takes time.
+        # 1. Parts that several calls may share are stored once: messages, tools, a grammar, and the tokens of the
+        #    prompt. The record of the call has only their ids. Long lists of tools are encoded outside the lock,
+        #    because this takes time.
         encoded_tools = canonical({"tools": redacted.tools}) if redacted.tools else b""
         sampling = dict(redacted.answer.sampling) if redacted.answer else {}
         records: list[Record] = []
         with self._lock:
-            message_ids = self._addresses(call.sent, redacted.messages, records)
+            message_ids = self._message_addresses(call.sent, redacted.messages, records)
             tools_id = None
             if encoded_tools:
                 (tools_id,) = self._body_addresses(records, [encoded_tools], [redacted.tools])
-            edited: dict[str, Any] = {}
+            sent_request: dict[str, Any] = {}
             if redacted.out is not None:
-                edited = sent_fields(call, message_ids, redacted.out, partial(self._body_addresses, records))
+                store_bodies = partial(self._body_addresses, records)
+                sent_request = sent_fields(call, message_ids, redacted.out, store_bodies)
             if grammar := sampling.get("grammar"):
                 encoded_grammar = canonical({"grammar": grammar})
                 (sampling["grammar"],) = self._body_addresses(records, [encoded_grammar], [grammar])
@@ -277,7 +285,7 @@ class CallRecords:
                 self._remember_answer(call, answer.candidates[answer.chosen])
 
         # 2. The call and its rewards.
-        record = _call(
+        record = _call_record(
             call,
             redacted,
             status,
@@ -285,7 +293,7 @@ class CallRecords:
             tools=tools_id,
             sampling=sampling,
             prompt=prompt_id,
-            out=edited,
+            sent_request=sent_request,
         )
         records.append(record)
         if answer is not None:
@@ -316,7 +324,7 @@ class CallRecords:
         if _is_short(answer_key):
             keys.append((call.role, answer_key))
         for key in keys:
-            n_removed = self._answers.put(key, call.id, bytes_of((key, call.id)) + _OVERHEAD)
+            n_removed = self._answering_calls.put(key, call.id, bytes_of((key, call.id)) + _OVERHEAD)
             for _ in range(n_removed):
                 self._warn("forgotten_output", _FORGOTTEN)
 
@@ -326,47 +334,51 @@ class CallRecords:
             redacted = RedactedCall(error=f"not recorded: {type(broken).__name__}", changed=True, tokens_withheld=True)
         else:
             redacted = RedactedCall(params=call.params, attempts=call.attempts, error=f"not recorded: {broken!r}")
-        return [_call(call, redacted, "malformed")]
+        return [_call_record(call, redacted, "malformed")]
 
-    def _addresses(self, sent: list[SentMessage], stored: list[Any], records: list[Record]) -> tuple[str, ...]:
+    def _message_addresses(self, sent: list[SentMessage], stored: list[Any], records: list[Record]) -> tuple[str, ...]:
         """The content addresses of a call's messages. `sent` are the messages as the application sent them, `stored`
         the same messages in the form that may be stored. Messages that are not stored yet are added to `records`."""
+        # The address of a redacted message is the hash of its redacted form, so the sent messages do not have it.
         if self._redaction is not None or len(sent) != len(stored):
             return self._body_addresses(records, list(map(canonical, stored)), stored)
-        # The first messages may be from an earlier call, with their addresses (`_reuse_messages`).
-        reused: list[str] = []
+
+        # The first messages may be from an earlier call, which has set their addresses (`_reuse_messages`).
+        known_addresses: list[str] = []
         for message in sent:
             if message.address is None:
                 break
-            reused.append(message.address)
-        new_messages = sent[len(reused) :]
-        new_bodies = stored[len(reused) :]
+            known_addresses.append(message.address)
+
+        new_messages = sent[len(known_addresses) :]
+        new_bodies = stored[len(known_addresses) :]
         new_addresses = self._body_addresses(records, list(map(canonical, new_bodies)), new_bodies)
         for message, new_address in zip(new_messages, new_addresses, strict=True):
-            # A remembered address is reused for an equal message, so equal messages must have equal JSON.
+            # Later calls reuse the address for a message that is equal by `==`. That is right only if such a message
+            # also has the same JSON.
             if _is_exact_json(message.message):
                 message.address = new_address
-        return (*reused, *new_addresses)
+        return (*known_addresses, *new_addresses)
 
     def _body_addresses(self, records: list[Record], encoded: list[bytes], bodies: list[Any]) -> tuple[str, ...]:
         """The content addresses of messages, tools or other bodies. `encoded` is the JSON of each body.
 
-        A body whose address is not known yet is added to `records`, so that each is stored once.
+        A body that has not been stored in this episode is added to `records`.
         """
         addresses: list[str] = []
         for raw, body in zip(encoded, bodies, strict=True):
-            # A short body is looked up by its JSON: hashing it takes longer.
+            # A short body is found by its JSON, because hashing it takes longer. The key of a long one is its address.
             key = raw if len(raw) < _SHORT else address(raw)
             body_address = self._known_addresses.get(key)
             if body_address is None:
-                body_address = key if isinstance(key, str) else address(raw)
+                body_address = address(raw) if isinstance(key, bytes) else key
                 self._known_addresses.put(key, body_address, bytes_of((key, body_address)))
                 records.append(Message(body_address, body))
             addresses.append(body_address)
         return tuple(addresses)
 
 
-def _call(
+def _call_record(
     call: PendingCall,
     redacted: RedactedCall,
     status: CallStatus,
@@ -374,15 +386,18 @@ def _call(
     tools: str | None = None,
     sampling: dict[str, Any] | None = None,
     prompt: str | None = None,
-    out: Mapping[str, Any] = MappingProxyType({}),
+    sent_request: Mapping[str, Any] = MappingProxyType({}),
 ) -> CallRecord:
     """The record of a call that has ended.
 
-    `messages`, `tools` and `prompt` are content addresses, and `out` has the fields of the request that was sent, if
-    edits changed it (`sent_fields`). A call whose content could not be recorded leaves out everything after `status`.
+    `messages`, `tools` and `prompt` are content addresses. `sent_request` has the fields of the request that was sent,
+    if edits of the prompts changed it (`sent_fields`). The arguments after `status` are left out for a call whose
+    content could not be recorded.
     """
-    answer = redacted.answer
-    prompt_tokens = len(answer.prompt_ids) if answer else 0
+    answer = redacted.answer or Answer(candidates=())  # a failed call may have no answer
+    prompt_tokens = len(answer.prompt_ids)
+    # A prompt with tokens but without an id has segments that may not be stored.
+    is_prompt_withheld = prompt_tokens > 0 and prompt is None
     return CallRecord(
         id=call.id,
         episode=call.episode_id,
@@ -397,59 +412,69 @@ def _call(
         sampling=sampling or {},
         prompt=prompt,
         prompt_tokens=prompt_tokens,
-        policy=answer.policy if answer else None,
+        policy=answer.policy,
         status=status,
         error=redacted.error,
         attempts=tuple(redacted.attempts),
         streamed=call.streamed,
         started=call.started,
         latency=time.monotonic() - call.began,
-        usage=answer.usage if answer else Usage(),
-        candidates=answer.candidates if answer else (),
-        chosen=answer.chosen if answer and answer.candidates else None,
+        usage=answer.usage,
+        candidates=answer.candidates,
+        chosen=answer.chosen if answer.candidates else None,
         integration=call.caller.integration,
-        # A prompt without an id has segments that may not be stored.
-        redacted=redacted.changed or (prompt_tokens > 0 and prompt is None),
-        replayed=answer.replayed if answer else None,
+        redacted=redacted.changed or is_prompt_withheld,
+        replayed=answer.replayed,
         prompts=call.prompts,
         unedited=call.unedited,
-        **out,
+        **sent_request,
     )
 
 
 class _Path(msgspec.Struct, eq=False):
-    """A token path in packed form. A reply stays among the `replies` of its prompt until a later prompt continues it:
-    then it gets a path and becomes a segment."""
+    """A token path: the token ids of a prompt, or of a prompt and its reply, packed into bytes.
+
+    A reply stays among the `replies` of its prompt until a later prompt may continue it. Then it gets a path of its
+    own, which becomes a segment if the prompt does continue it.
+    """
 
     packed: bytes
     base: _Path | None
+    """The longest earlier path that this one begins with."""
     replies: list[bytes] = []
+    """Replies to this prompt, each as the packed ids of the prompt and the reply."""
     id: str = ""
+    """Id of its segment; empty if it is not stored as one."""
     digest: Any = None
     """BLAKE2b over the whole path, after it became a segment."""
 
-    def segment(self) -> Segment:
-        """Turn this path into a segment, the part of its tokens after its base, and set its `id`.
+    def become_segment(self) -> Segment:
+        """Set the `id` and the `digest` of this path, and return the segment to store, which has only the tokens after
+        the base.
 
-        The id is a hash of the whole path. It continues the hash of the base, so that only the added tokens are hashed.
+        The id is a hash of all tokens of the path. It continues the hash of the base, so that only the added tokens are
+        hashed.
         """
-        parent: str | None = None
-        added = self.packed
-        digest = ROOT
-        if self.base is not None and self.base.digest is not None:
-            parent = self.base.id
+        if self.base is None or self.base.digest is None:
+            parent_id = None
+            parent_digest = ROOT  # the hash of no tokens
+            added = self.packed
+        else:
+            parent_id = self.base.id
+            parent_digest = self.base.digest
             added = self.packed[len(self.base.packed) :]
-            digest = self.base.digest
-        self.digest = digest.copy()
+        self.digest = parent_digest.copy()
         self.digest.update(added)
         self.id = self.digest.hexdigest()
-        return Segment(self.id, parent, added)
+        return Segment(self.id, parent_id, added)
 
 
-def _longest_start(paths: list[_Path], packed: bytes) -> _Path | None:
-    """The longest of `paths` that a prompt starts with; None without one. `packed` are the prompt's packed token ids.
+def _longest_prefix(paths: list[_Path], packed: bytes) -> _Path | None:
+    """The longest of a role's token `paths` that is a prefix of a prompt; None without one. `packed` are the prompt's
+    packed token ids.
 
-    The replies to earlier prompts that it starts with become paths themselves, and are appended to `paths`.
+    A prompt that is longer than an earlier one may continue a reply to it. So these replies get paths of their own,
+    which are appended to `paths`.
     """
     longest: _Path | None = None
     for path in paths:  # the loop also visits the replies that it appends
@@ -481,27 +506,28 @@ class PromptTree:
         extends it; until then its candidate is enough. If the segments are `withheld`, or extend a withheld segment,
         they may not be stored: they are left out, and so is the id of a prompt that needs them.
         """
-        # 1. The path that the prompt extends.
+        # 1. Find the longest earlier path that the prompt extends.
         paths = self._paths.setdefault(role, [])
         packed = pack_ids(prompt_ids)
-        base = _longest_start(paths, packed)
+        base = _longest_prefix(paths, packed)
 
-        # 2. Its new segments, and its reply.
+        # 2. Make the new segments, and remember the reply.
         segments: list[Segment] = []
-        if base is not None and not base.id:  # a reply, which becomes a segment now
-            segments.append(base.segment())
-        if base is not None and len(base.packed) == len(packed):
+        is_base_stored = base is None or base.id != ""
+        if base is not None and not is_base_stored:  # it is a reply, which no prompt has extended before
+            segments.append(base.become_segment())
+        if base is not None and base.packed == packed:  # the same prompt again
             prompt = base
         else:
             prompt = _Path(packed, base)
-            segments.append(prompt.segment())
+            segments.append(prompt.become_segment())
             paths.append(prompt)
         if reply_ids:
             reply = packed + pack_ids(reply_ids)
             if reply not in prompt.replies:
                 prompt.replies.append(reply)
 
-        # 3. Segments that may not be stored. A segment that extends one of them may not be stored either.
+        # 3. Leave out segments that may not be stored. A segment that extends one of them may not be stored either.
         for segment in segments:
             if withheld or segment.parent in self._withheld:
                 self._withheld.add(segment.id)

@@ -16,16 +16,17 @@ from cotune.recording.context import current_episode, generator_roles, role_here
 from cotune.runtime.callers import functions_around, started_by
 
 
-def carry_context(*, callers: bool = False) -> None:
-    """Let threads and jobs of thread pools run in a copy of the caller's context, inside an episode only.
+def carry_context(*, remember_starters: bool = False) -> None:
+    """Let threads and jobs of thread pools run in a copy of the context of the code that starts them, inside an episode
+    only.
 
     Covers `Thread.start` (timers too), `ThreadPoolExecutor.submit` (so `map` and `run_in_executor`) and
-    `multiprocessing.pool.ThreadPool`, including existing pools. With `callers`, asyncio's tasks also
+    `multiprocessing.pool.ThreadPool`, including existing pools. With `remember_starters`, asyncio's tasks also
     remember the functions that started them, for episodes whose roles are named by a function (`LiveEpisode.roles`).
     The patches stay for the process, but check for an episode at each start: outside of one nothing changes.
     """
     _carry_into_threads()
-    if callers:
+    if remember_starters:
         remember_task_starters(asyncio.BaseEventLoop)
 
 
@@ -85,7 +86,8 @@ def remember_task_starters(loop_class: Any) -> None:
     """Patch `create_task` of a class of event loops, so that its tasks remember which functions and which generator
     started them. Raises TypeError if the class cannot be patched.
 
-    asyncio gives each task a copy of the context, which does not have these facts: see `_with_callers`.
+    asyncio gives each task a copy of the context, but the functions and the role of a generator are only on the stack
+    of the code that starts the task: `_with_callers` adds them to the copy.
     """
     owner: Any = next(cls for cls in loop_class.__mro__ if "create_task" in vars(cls))
     if owner is not loop_class:  # patch the class that has the method, once for all of its subclasses
@@ -96,8 +98,12 @@ def remember_task_starters(loop_class: Any) -> None:
     @functools.wraps(create)
     def create_task(self: Any, coro: Any, *, context: contextvars.Context | None = None, **options: Any) -> Any:
         episode = current_episode.get()
-        if episode is not None and (episode.roles is not None or generator_roles):
-            context = _with_callers(contextvars.copy_context() if context is None else context)
+        has_roles_function = episode is not None and episode.roles is not None
+        may_have_generator_role = episode is not None and bool(generator_roles)
+        if has_roles_function or may_have_generator_role:
+            if context is None:
+                context = contextvars.copy_context()
+            context = _with_callers(context)
         return create(self, coro, context=context, **options)
 
     owner.create_task = create_task

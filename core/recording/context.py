@@ -110,38 +110,44 @@ def identify() -> CallerContext:
     caller = current_caller.get()
     if caller is None or caller.done:
         caller = _caller_of_enclosing_scope() or CallerContext("app", "openai")
-    override = role_here(sys._getframe(1))
-    if override is None:
+    role_of_application = role_here(sys._getframe(1))
+    if role_of_application is None:
         return caller
-    # The override is a new context, so the call is counted here in the context that it replaces.
+    # The call gets a new context with this role. The context that it replaces must count the call too.
     caller.calls += 1
     return CallerContext(
-        override.name,
+        role_of_application.name,
         "override",
         state=caller.state,
         read=caller.read,
         output=caller.output,
-        given=True,
+        given=True,  # no roles function may change the role
         thread=caller.thread,
     )
 
 
 def role_here(frame: FrameType | None) -> RoleOverride | None:
-    """The innermost `cotune.role` around a frame. It may be in a ContextVar, or in a generator on the frame's stack."""
-    override = role_override.get()
+    """The innermost block of `cotune.role` around a frame.
+
+    Its role is in a ContextVar, or if the block is in a generator, in `generator_roles` under the generator's frame.
+    """
+    role_of_context = role_override.get()
     if not generator_roles:
-        return override
+        return role_of_context
+    # Go outwards to the first frame that has entered a role.
     while frame is not None:
-        entered_here = generator_roles.get(id(frame))
-        if entered_here:
-            # Both may belong to this frame: the generator's own code may also set the ContextVar.
-            if override is not None and override.frame is frame and override.entered_ns > entered_here[-1].entered_ns:
-                return override
-            return entered_here[-1]
-        if override is not None and override.frame is frame:
-            return override
+        is_of_context = role_of_context is not None and role_of_context.frame is frame
+        roles_of_generator = generator_roles.get(id(frame))
+        if roles_of_generator:
+            innermost_role = roles_of_generator[-1]
+            # A generator's code may also set the ContextVar: then the role that was entered later is inside the other.
+            if role_of_context is not None and is_of_context and role_of_context.entered_ns > innermost_role.entered_ns:
+                return role_of_context
+            return innermost_role
+        if is_of_context:
+            return role_of_context
         frame = frame.f_back
-    return override
+    return role_of_context
 
 
 def _caller_of_enclosing_scope() -> CallerContext | None:
@@ -150,14 +156,14 @@ def _caller_of_enclosing_scope() -> CallerContext | None:
 
     If an integration fails, the call loses its role, but the application still gets its answer.
     """
-    from_finders = _found_scope()
+    # There are two kinds of scopes. Which one is the innermost? Example: a graph's node (found) runs a crew (entered).
+    caller_of_found_scope = _found_scope()
     scope = current_scope.get()
     if scope is None:
-        return from_finders
-    # If the finders named the same scope when the current scope was created, the current scope is inside it.
-    is_inside = from_finders is None or from_finders.scope_id == scope.scope_of_finders
-    if not is_inside:
-        return from_finders
+        return caller_of_found_scope
+    if caller_of_found_scope is not None and caller_of_found_scope.scope_id != scope.scope_of_finders:
+        # The found scope was entered after the current scope was created: it is the inner one.
+        return caller_of_found_scope
     try:
         return scope.caller()
     except Exception as error:  # noqa: BLE001

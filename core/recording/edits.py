@@ -125,8 +125,9 @@ def keep_own_format(call: Asked, warn: Callable[..., None]) -> None:
     )
 
 
-def took_edits(call: Asked, read: Callable[[], Mapping[str, Any] | None], warn: Callable[..., None]) -> bool:
-    """Whether the request that a client is about to send has the edited texts of a call. `read` returns this request.
+def check_edits_sent(call: Asked, read: Callable[[], Mapping[str, Any] | None], warn: Callable[..., None]) -> bool:
+    """Check that the request that a client is about to send has the edited texts of a call. Returns whether it has.
+    `read` returns the request.
 
     A client may hold texts in a form that cotune cannot edit, and so send the application's own texts. The call is then
     marked as sent unedited, and counted.
@@ -134,8 +135,8 @@ def took_edits(call: Asked, read: Callable[[], Mapping[str, Any] | None], warn: 
     error: Exception | None = None
     try:
         request = Outgoing.of(read() or {})
-        out = call.rewritten
-        if out is not None and _texts_of_request(request) == _texts_of_request(out):
+        edited = call.rewritten
+        if edited is not None and _texts_of_request(request) == _texts_of_request(edited):
             return True
     except Exception as broken:  # noqa: BLE001 - the application must still get its answer
         error = broken
@@ -160,37 +161,37 @@ StoreBodies = Callable[[list[bytes], list[Any]], tuple[str, ...]]
 
 
 def sent_fields(
-    call: Asked, own_messages: tuple[str, ...], stored: Outgoing, store_bodies: StoreBodies
+    call: Asked, message_ids: tuple[str, ...], redacted: Outgoing, store_bodies: StoreBodies
 ) -> dict[str, Any]:
-    """The fields of a call's record about the request that was sent, if prompts were edited.
+    """The fields of a call's record for the edited request that was sent (`call.rewritten`). They are `sent` (ids of
+    messages), `sent_tools` and `sent_format` (the schema of the answer), each only if edits changed this part.
 
-    Only changed parts are stored: messages, tools, or the schema of the answer. `stored` is the sent request in the
-    form in which it may be stored (redacted), and `own_messages` are the ids of the application's messages.
+    `message_ids` are the ids of the application's own messages. `redacted` is the edited request in the form in which
+    it may be stored.
     """
     fields: dict[str, Any] = {}
-    sent = call.rewritten
-    assert sent is not None
+    edited = call.rewritten
+    assert edited is not None
 
-    # Edits replace a message or a tool with another object, and leave the others as they are.
+    # Edits replace a message or a tool with another object. The objects of unchanged ones are the application's.
     changed_indices: list[int] = []
-    for i, (new, old) in enumerate(zip(sent.messages, call.messages, strict=True)):
-        if new is not old:
+    for i, (edited_message, message) in enumerate(zip(edited.messages, call.messages, strict=True)):
+        if edited_message is not message:
             changed_indices.append(i)
     if changed_indices:
-        ids = list(own_messages)
-        bodies = [stored.messages[i] for i in changed_indices]
-        new_ids = store_bodies(list(map(canonical, bodies)), bodies)
-        for i, new_id in zip(changed_indices, new_ids, strict=True):
-            ids[i] = new_id
-        fields["sent"] = tuple(ids)
+        sent_ids = list(message_ids)
+        bodies = [redacted.messages[i] for i in changed_indices]
+        edited_ids = store_bodies(list(map(canonical, bodies)), bodies)
+        for i, edited_id in zip(changed_indices, edited_ids, strict=True):
+            sent_ids[i] = edited_id
+        fields["sent"] = tuple(sent_ids)
 
-    if stored.tools:
-        tool_pairs = zip(sent.tools or (), call.tools or (), strict=True)
-        if any(new is not old for new, old in tool_pairs):
-            (fields["sent_tools"],) = store_bodies([canonical({"tools": stored.tools})], [stored.tools])
+    if redacted.tools:
+        tool_pairs = zip(edited.tools or (), call.tools or (), strict=True)
+        if any(edited_tool is not tool for edited_tool, tool in tool_pairs):
+            (fields["sent_tools"],) = store_bodies([canonical({"tools": redacted.tools})], [redacted.tools])
 
-    form = sent.params.get("response_format")
-    if form is not call.params.get("response_format"):
-        body = stored.params.get("response_format")
-        (fields["sent_format"],) = store_bodies([canonical({"response_format": body})], [body])
+    if edited.params.get("response_format") is not call.params.get("response_format"):
+        schema = redacted.params.get("response_format")
+        (fields["sent_format"],) = store_bodies([canonical({"response_format": schema})], [schema])
     return fields

@@ -143,20 +143,21 @@ def end_call(
     call: LiveCall,
     returned: Any,
     read: Callable[[Any], Answer],
-    part: Callable[[Any], Answer | None] = lambda returned: None,
+    read_part: Callable[[Any], Answer | None] = lambda returned: None,
 ) -> None:
-    """End the call with the answer that `read` takes from `returned`, the model's result. Does nothing if the call has
-    ended, for example with the HTTP request that the model sent.
+    """End the call with the model's result `returned`. Does nothing if the call has ended, for example with the HTTP
+    request that the model sent.
 
-    If `read` fails, the application is not affected: the call is recorded as malformed, with the part of an answer that
-    `part` takes from the result.
+    `read` makes an Answer of the result. If it fails, the application is not affected: the call is recorded as
+    malformed, with the partial answer that `read_part` makes of the result.
     """
     if call.ended:
         return
     try:
         response = read(returned)
     except Exception as error:  # noqa: BLE001
-        call.fail("malformed", reason_of(error)[1], part(returned), outage=False)
+        _, recorded_text = reason_of(error)
+        call.fail("malformed", recorded_text, read_part(returned), outage=False)
     else:
         call.finish(response)
 
@@ -165,7 +166,7 @@ async def answer(call: LiveCall) -> Answer | None:
     """The answer of the episode's responder; None if no responder answers. Raises the errors of the responder.
 
     The responder runs on the episode's loop, even if the call is made on another loop. If the episode's loop is
-    blocked, it runs on a third loop.
+    blocked, it runs on a third loop (`_side_loop`).
     """
     episode = call.episode
     if episode.responder is None:
@@ -182,7 +183,7 @@ async def answer(call: LiveCall) -> Answer | None:
     except asyncio.CancelledError:
         request.answer.cancel()
         raise
-    return await asyncio.wrap_future(request.answer_of_free_loop())
+    return await asyncio.wrap_future(request.answer_or_ask_side_loop())
 
 
 def answer_blocking(call: LiveCall) -> Answer | None:
@@ -191,13 +192,15 @@ def answer_blocking(call: LiveCall) -> Answer | None:
     episode = call.episode
     if episode.responder is None:
         return None
-    if episode.loop is None:  # an episode without a loop of its own: no loop can be blocked
-        return _Request(call, _side_loop()).answer.result()
+    if episode.loop is None:  # the episode has no loop of its own that could be blocked
+        request = _Request(call, _side_loop())
+        return request.answer.result()
     request = _Request(call, episode.loop)
-    # On the episode's own loop there is nothing to wait for: the loop cannot start before this call returns.
-    if asyncio._get_running_loop() is not episode.loop:
+    # If this code runs on the episode's loop, it blocks the loop itself, so the loop will not start the work.
+    blocks_loop = asyncio._get_running_loop() is episode.loop
+    if not blocks_loop:
         request.wait_for_start_blocking()
-    return request.answer_of_free_loop().result()
+    return request.answer_or_ask_side_loop().result()
 
 
 class _Request:
@@ -214,7 +217,7 @@ class _Request:
 
     async def _run(self) -> Answer | None:
         if not self._started.set_running_or_notify_cancel():
-            return None  # `answer_of_free_loop` has given up waiting for this loop
+            return None  # `answer_or_ask_side_loop` has given up waiting for this loop
         self._started.set_result(None)
         return await _respond_outside_episode(self._call)
 
@@ -240,9 +243,9 @@ class _Request:
         has_not_moved = self._waiting_frame is not None and self._waiting_frame is frame_before
         return has_not_moved or self.answer.done()
 
-    def answer_of_free_loop(self) -> concurrent.futures.Future[Answer | None]:
-        """The future answer of this request if its loop has started the work. Otherwise the loop is blocked: the work
-        on it is cancelled, and this is the future answer of a second request on another loop.
+    def answer_or_ask_side_loop(self) -> concurrent.futures.Future[Answer | None]:
+        """The future answer of this request if its loop has started the work. Otherwise the loop is blocked: then this
+        cancels the work, and returns the future answer of a second request, on the side loop.
         """
         is_blocked = not self.answer.cancelled() and self._started.cancel()  # `cancel` fails after the start
         if not is_blocked:

@@ -386,15 +386,18 @@ class LiveEpisode:
         error: str | None = None,
         blame: FailureCause | None = None,
     ) -> Episode:
-        """Record the end of the episode with its team rewards and their `feedback`.
+        """Write the record of the episode to the sink, with its team rewards and their `feedback`. Returns the record.
 
-        Open calls are recorded as cancelled.
+        Open calls are cancelled and recorded before it.
         """
-        # Ends the open calls first: their records must come before the episode's.
+        # Other threads may be writing the records of their calls: the episode's record must be the last.
         self.stop()
         with self._idle:
             self._idle.wait_for(lambda: not self._ending)
-        bodies, results = self.tape.records(None if self.redaction is None else self.redaction.changes)
+
+        # Results of tools, and values of clock, uuid and random, are stored as messages that the record refers to.
+        is_changed_by_redactor = None if self.redaction is None else self.redaction.changes
+        bodies, results = self.tape.records(is_changed_by_redactor)
         chance = None
         if self.chance is not None:
             chance = self.chance.record()
@@ -403,15 +406,21 @@ class LiveEpisode:
             if self.chance.dropped:
                 text = f"Of clock, uuid and random only the first {MOST_VALUES:,} values of an episode are kept."
                 self.warn("unfrozen", text)
+
+        stored_task = self.task
+        stored_error = error
+        if self.redaction is not None:
+            stored_task = self.redaction.task(self.task)
+            stored_error = self.redaction.text(error)
         record = Episode(
             id=self.id,
-            task=self.task if self.redaction is None else self.redaction.task(self.task),
+            task=stored_task,
             workflow=self.workflow,
             phase=self.phase,
             training_step=self.training_step,
             rollout=self.rollout,
             status=status,
-            error=error if self.redaction is None else self.redaction.text(error),
+            error=stored_error,
             blame=blame,
             started=self.started,
             latency=time.monotonic() - self._began,
@@ -425,7 +434,8 @@ class LiveEpisode:
             app=self.app,
             key=self.key,
         )
-        self._write([*bodies, *reward_records(self.id, rewards or {}, feedback, redaction=self.redaction), record])
+        team_rewards = reward_records(self.id, rewards or {}, feedback, redaction=self.redaction)
+        self._write([*bodies, *team_rewards, record])
         return record
 
     def _end(
@@ -453,11 +463,11 @@ class LiveEpisode:
             if status != "ok":
                 self.failures[status] = self.failures.get(status, 0) + 1
             call.outage = outage
-            self.outage = outage
+            self.outage = outage  # always of the last call that has ended
         try:
             try:
                 records = self._records.ended(call, answer, status, error)
-            except Exception as broken:  # noqa: BLE001
+            except Exception as broken:  # noqa: BLE001 - the application must still get its answer
                 self.warn("unrecorded", f"The content of a call of role {call.role!r} could not be recorded.", broken)
                 records = self._records.not_recorded(call, broken)
             self._write(records)

@@ -162,28 +162,28 @@ class Redaction:
         messages: list[dict[str, Any]] = []
         messages_changed = False
         for message in call.messages:
-            stored, changed = self._redact_message(message)
-            messages.append(stored)
-            messages_changed = messages_changed or changed
-        tools = None
-        tools_changed = False
-        if call.tools:
-            stored, tools_changed = self._redact_message(self._as_message("tools", call.tools))
-            tools = stored.get("content")
+            stored_message, message_changed = self._redact_message(message)
+            messages.append(stored_message)
+            messages_changed = messages_changed or message_changed
+        tools, tools_changed = self._redact_tools(call.tools)
         params = self.table(call.params)
         params_changed = params != call.params
-        out = None if call.out is None else self._redact_request(call.out)
-        out_changed = out != call.out
-        prompt_changed = messages_changed or tools_changed or out_changed
+        edited_request = None  # the request that was sent, if edits of the prompts have changed it
+        if call.out is not None:
+            edited_request = self._redact_request(call.out)
+        edited_request_changed = edited_request != call.out
+        prompt_changed = messages_changed or tools_changed or edited_request_changed
 
-        # 2. The answer, whose grammar was made from the tools and the parameters.
+        # 2. The answer. Its grammar was made from the tools and the parameters of the request that was sent.
         answer = None
         if call.answer is not None:
-            grammar_changed = params_changed or tools_changed or out_changed
-            sent_messages = messages if out is None else out.messages
-            answer = self._redact_answer(call.answer, grammar_changed, sent_messages)
+            grammar_source_changed = params_changed or tools_changed or edited_request_changed
+            sent_messages = messages if edited_request is None else edited_request.messages
+            answer = self._redact_answer(call.answer, grammar_source_changed, sent_messages)
         error = self.text(call.error)
-        changed = prompt_changed or params_changed or answer != call.answer or error != call.error
+        answer_changed = answer != call.answer or error != call.error
+
+        changed = prompt_changed or params_changed or answer_changed
         if changed and answer is not None:  # the likeliest tokens (`shown`) may reveal a hidden text
             candidates = tuple(msgspec.structs.replace(candidate, shown=None) for candidate in answer.candidates)
             answer = msgspec.structs.replace(answer, candidates=candidates)
@@ -194,33 +194,43 @@ class Redaction:
             attempts=[self.text(attempt) or "" for attempt in call.attempts],
             error=error,
             answer=answer,
-            out=out,
+            out=edited_request,
             changed=changed,
             tokens_withheld=prompt_changed and not self.keep_token_ids,
         )
 
     def _redact_request(self, out: Outgoing) -> Outgoing:
         """The request that was sent, after edits of its prompts, in the form that may be stored."""
-        tools = self._as_message("tools", out.tools) if out.tools else None
+        tools, _ = self._redact_tools(out.tools)
         return Outgoing(
             messages=list(map(self.message, out.messages)),
-            tools=None if tools is None else self.message(tools).get("content"),
+            tools=tools,
             params=self.table(out.params),
         )
 
-    def _redact_answer(self, answer: Answer, grammar_changed: bool, messages: Sequence[dict[str, Any]]) -> Answer:
+    def _redact_tools(self, tools: list[dict[str, Any]] | None) -> tuple[Any, bool]:
+        """The tools of a request to store, and whether redactors have changed them. Redactors see the list as the
+        content of a message."""
+        if not tools:
+            return None, False
+        stored_message, changed = self._redact_message(self._as_message("tools", tools))
+        return stored_message.get("content"), changed
+
+    def _redact_answer(
+        self, answer: Answer, grammar_source_changed: bool, messages: Sequence[dict[str, Any]]
+    ) -> Answer:
         """The answer to store, for a prompt that is stored as `messages`.
 
-        `grammar_changed` is whether a redactor changed tools or parameters, from which the grammar of the answer was
-        made. Then the grammar is withheld, and the token ids too, because they cannot be trained on without it. With
-        `keep_token_ids`, both are kept. Ids of images that are no longer in the stored messages are withheld.
+        `grammar_source_changed` is whether redactors changed the tools or the parameters, from which the grammar of the
+        answer was made. Then the grammar is withheld, and the token ids too, because they cannot be trained on without
+        it. With `keep_token_ids`, both are kept. Ids of images that are no longer in the stored messages are withheld.
         """
         candidates = tuple(self._redact_candidate(candidate) for candidate in answer.candidates)
         sampling = self.table(answer.sampling)
         if grammar := answer.sampling.get("grammar"):
-            grammar_changed = grammar_changed or sampling.get("grammar") != grammar
+            holds_hidden_text = grammar_source_changed or sampling.get("grammar") != grammar
             sampling["grammar"] = grammar
-            if grammar_changed and not self.keep_token_ids:
+            if holds_hidden_text and not self.keep_token_ids:
                 sampling["grammar"] = WITHHELD
                 candidates = tuple(msgspec.structs.replace(c, token_ids=(), logprobs=()) for c in candidates)
         if images := answer.sampling.get("images"):
@@ -240,14 +250,16 @@ class Redaction:
             finish = str(self.content("finish_reason", candidate.finish_reason))
             candidate = msgspec.structs.replace(candidate, finish_reason=finish)
         # Redactors may rely on `role` and `content`, which a candidate with only tool calls may lack.
-        message = self._as_message("assistant", candidate.message.get("content"))
-        message.update(candidate.message)
-        # The text usually equals the content: then the redactors need to see only one of the two.
-        text = message if candidate.text == message["content"] else self._as_message("assistant", candidate.text)
-        if not self.changes(message) and not self.changes(text):
+        message: dict[str, Any] = {"role": "assistant", "content": None, **candidate.message}
+        # The text usually equals the content of the message. Only another text is shown to the redactors separately.
+        message_of_text = message
+        if candidate.text != message["content"]:
+            message_of_text = self._as_message("assistant", candidate.text)
+        if not self.changes(message) and not self.changes(message_of_text):
             return candidate
-        stored = self.message(text).get("content")
-        stored_text = stored if isinstance(stored, str) else FAILED
+        stored_text = self.message(message_of_text).get("content")
+        if not isinstance(stored_text, str):  # a redactor may return any content
+            stored_text = FAILED
         redacted = msgspec.structs.replace(candidate, message=self.message(message), text=stored_text)
         if self.keep_token_ids:
             return redacted

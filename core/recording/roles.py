@@ -168,19 +168,22 @@ def place_here() -> str:
 def warn_of_shared(
     caller: CallerContext, first_agents: dict[str, tuple[object, str]], warn: Callable[[str, str], None]
 ) -> None:
-    """Warn if several agents without a name share a role, because they would be trained as one. `caller` makes a call.
+    """Warn if the call of an agent without a name has the same role as another agent without a name. They would be
+    trained as one.
 
-    `first_agents` holds the first agent of each role, with the line of the application that runs it.
+    `caller` makes the call. `first_agents` holds the first such agent of each role in the episode, with the line of the
+    application that runs it. The agent of `caller` is added.
     """
-    if caller.nameless is None:
+    if caller.nameless is None:  # the agent has a name
         return
     agent, line = caller.nameless
     first_agent, first_line = first_agents.setdefault(caller.role, caller.nameless)
     if first_agent is agent:
         return
-    if first_line != line or first_line == UNKNOWN:
+    are_in_two_places = first_line != line or first_line == UNKNOWN
+    if are_in_two_places:
         text = f"Two agents without a name share the role {caller.role!r}: one in {first_line}, one in {line}."
-    else:
+    else:  # one line may run several agents in turn, or create the same agent again
         text = (
             f"Several agents without a name share the role {caller.role!r}, or one agent is created again for each "
             f"run: {first_line} runs them."

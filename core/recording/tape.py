@@ -115,30 +115,34 @@ class Tape:
             return False
         if value != use.value:  # JSON would change it, for example a tuple to a list
             return False
+        tool_call_id = tool_at_work.get().answered_call  # of the model's request to use the tool, if it is known
+        result = RecordedResult(use.name, use.arguments, started, value, latency, tool_call_id)
         with self._lock:
-            self._new_results.append(
-                RecordedResult(use.name, use.arguments, started, value, latency, tool_at_work.get().answered_call)
-            )
+            self._new_results.append(result)
         return True
 
     def records(
-        self, changes: Callable[[Mapping[str, Any]], bool] | None
+        self, is_changed_by_redactor: Callable[[Mapping[str, Any]], bool] | None
     ) -> tuple[list[Message], tuple[ToolResult, ...]]:
-        """The records of all results: the values as messages, and a `ToolResult` for each.
+        """The records of all new results: their values as messages, and a `ToolResult` for each, which refers to its
+        message.
 
-        `changes` tells whether a redactor changes a message (None: there is no redactor). A result that it changes is
-        left out, because a replay could not return the original value.
+        A result that a redactor changes is left out, because a replay could not return the original value. Redactors
+        see it as the content of a message. None: there is no redactor.
         """
         bodies: list[Message] = []
-        results: list[ToolResult] = []
-        for new in self._new_results:
-            if changes is not None and changes({"role": "tool", "content": new.value}):
+        tool_results: list[ToolResult] = []
+        for result in self._new_results:
+            shown = {"role": "tool", "content": result.value}
+            if is_changed_by_redactor is not None and is_changed_by_redactor(shown):
                 continue
-            value = {"result": new.value}
+            value = {"result": result.value}
             body = Message(address(_canonical(value)), value)
             bodies.append(body)
-            results.append(ToolResult(new.name, new.arguments, new.started, body.id, new.latency, new.call))
-        return bodies, tuple(results)
+            tool_results.append(
+                ToolResult(result.name, result.arguments, result.started, body.id, result.latency, result.call)
+            )
+        return bodies, tuple(tool_results)
 
 
 def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any], without: Sequence[str] = ()) -> list[Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotune.integrations.apps.patching import replace_method
-from cotune.recording.edits import keep_own_format, took_edits
+from cotune.recording.edits import check_edits_sent, keep_own_format
 from cotune.recording.model_calls import (
     ask,
     ask_async,
@@ -80,8 +80,8 @@ class Client:
             edited_args, edited_options = self.edited(edit, *args, **options)
             return self.request(*edited_args, **edited_options)
 
-        # An error of `edited_request` must not stop the application, so `took_edits` makes the call.
-        if took_edits(call, edited_request, warn):
+        # An error of `edited_request` must not stop the application, so `check_edits_sent` makes the call.
+        if check_edits_sent(call, edited_request, warn):
             return edited_args, edited_options
         return args, options
 

@@ -105,10 +105,10 @@ def select_valid(
     so one application could otherwise change the messages of another.
     """
     now = time.time()
-    paths: dict[str, Digest] = {}
+    path_digests: dict[str, Digest] = {}
     accepted: list[Record] = []
     for record in records:
-        fault = _record_fault(record, app, paths, stored_path)
+        fault = _record_fault(record, app, path_digests, stored_path)
         if not fault and isinstance(record, RewardRecord | FeedbackRecord) and record.target.startswith(KEY):
             fault = keys.fault(record)
         if fault:
@@ -118,13 +118,13 @@ def select_valid(
     return accepted
 
 
-def _record_fault(record: Record, app: str, paths: dict[str, Digest], stored_path: StoredPath) -> str:
-    """The reason to refuse a record by itself; empty if there is none. `paths` is that of `_segment_fault`."""
+def _record_fault(record: Record, app: str, path_digests: dict[str, Digest], stored_path: StoredPath) -> str:
+    """The reason to refuse a record by itself; empty if there is none. For `path_digests` see `_segment_fault`."""
     match record:
         case Message():
             return "" if has_address(record.id, record.body) else "forged_id"
         case Segment():
-            return _segment_fault(record, paths, stored_path)
+            return _segment_fault(record, path_digests, stored_path)
         case CallRecord():
             if not (ID.fullmatch(record.id) and ID.fullmatch(record.episode)):
                 return "invalid_id"
@@ -156,11 +156,16 @@ def _assign(record: Record, app: str, now: float) -> Record:
             return record  # named by its content, and shared by all applications
 
 
-def _segment_fault(record: Segment, paths: dict[str, Digest], stored_path: StoredPath) -> str:
-    """The reason to refuse a segment. `paths` has the digests of token paths by their ids, as the paths themselves,
-    each with all tokens before it, could fill the memory. The digests of this segment and its parent are added.
+def _segment_fault(record: Segment, path_digests: dict[str, Digest], stored_path: StoredPath) -> str:
+    """The reason to refuse a segment; empty if it is accepted. Its id must be the hash of its token path, which is all
+    tokens from the root to the segment.
+
+    `path_digests` has the hash of each token path seen so far, by the id of its last segment. The hashes of this
+    segment and its parent are added. Hashes are kept instead of the paths, which could fill the memory.
     """
-    parent_digest = ROOT if record.parent is None else paths.get(record.parent)
+    parent_digest: Digest | None = ROOT  # the hash of no tokens
+    if record.parent is not None:
+        parent_digest = path_digests.get(record.parent)
     if parent_digest is None:
         assert record.parent is not None
         stored = stored_path(record.parent)
@@ -168,12 +173,13 @@ def _segment_fault(record: Segment, paths: dict[str, Digest], stored_path: Store
             return "unknown_parent"
         parent_digest = ROOT.copy()
         parent_digest.update(stored)
-        paths[record.parent] = parent_digest
+        path_digests[record.parent] = parent_digest
     path_digest = parent_digest.copy()
     path_digest.update(record.packed)
-    if len(record.packed) % 4 or path_digest.hexdigest() != record.id:
+    is_whole_ids = len(record.packed) % 4 == 0  # a token id has 4 bytes
+    if not is_whole_ids or path_digest.hexdigest() != record.id:
         return "forged_id"
-    paths[record.id] = path_digest
+    path_digests[record.id] = path_digest
     return ""
 
 
