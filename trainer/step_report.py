@@ -10,7 +10,7 @@ import msgspec
 
 from cotune.reading.gradient_shares import MOST, WINDOW, dominant_roles, shares_of
 from cotune.records.structs import JUDGING
-from cotune.sampling.request_params import replaced
+from cotune.sampling.request_params import sentences_about_ignored
 from cotune.storage.judge_ledger import totals_of
 from cotune.storage.metrics_file import StepMetrics, read_metrics
 from cotune.storage.outcomes import failure_reward
@@ -138,7 +138,7 @@ class RolloutReport(StepReport):
             replay=replay_figures(run, batch.episodes, rolled.fork_effects),
             notes=(
                 *prepared.warnings,
-                *replaced(calls),
+                *sentences_about_ignored(calls),
                 *_rounded_away(updates),
                 *self._policy_notes(batch, stayed),
                 *self._gradient_notes(roles, trained_roles),

@@ -201,19 +201,19 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {model: set_by_policies.get(model, self.tool_format) for model in self.bases}
 
     @property
-    def of_rollouts(self) -> list[str]:
-        """The settings in this configuration that have an effect only in runs with rollouts."""
-        # `changed_settings` joins both tables. An empty table in place of one leaves the changes of the other.
-        changed_loss = changed_settings(RewardSettings(), self.loss)
-        changed_rewards = changed_settings(self.rewards, LossSettings())
+    def settings_for_rollouts(self) -> list[str]:
+        """The names of the settings that the user has set and that have an effect only in runs with rollouts."""
+        # `changed_settings` compares both tables with their defaults. A default table leaves the changes of the other.
+        changed_in_loss = changed_settings(RewardSettings(), self.loss)
+        changed_in_rewards = changed_settings(self.rewards, LossSettings())
         # The first field of [evaluation] that is set and needs held-out tasks, which only rollouts evaluate.
-        needing_tasks = self.evaluation.needing_tasks
+        field_needing_tasks = self.evaluation.needing_tasks
         is_set = {
-            "loss": bool(changed_loss),
-            "rewards": bool(changed_rewards),
+            "loss": bool(changed_in_loss),
+            "rewards": bool(changed_in_rewards),
             "plan.kind": bool(self.plan.kind),
             "evaluation.tasks": self.evaluation.tasks not in ("", NO_TASKS),
-            f"evaluation.{needing_tasks}": bool(needing_tasks),
+            f"evaluation.{field_needing_tasks}": bool(field_needing_tasks),
             "guard": self.guard == "stop",
             "curriculum.pool": self.curriculum.pool != "even",
             "refill.budget": bool(self.refill.budget),
@@ -257,17 +257,19 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         return plans
 
     def own_sampling(self, policies: Mapping[str, str], *, evaluation: bool = False) -> dict[str, dict[str, Any]]:
-        """The settings of sampling of each role whose policy has its own: the temperature, and in an evaluation
-        `top_p`, `top_k` and `min_p`. `policies` has their names by role."""
-        own_sampling: dict[str, dict[str, Any]] = {}
+        """The sampling parameters that the [[policy]] tables set, by role: the temperature, and in an evaluation also
+        `top_p`, `top_k` and `min_p`. `policies` has the policy of each role."""
+        params_of_role: dict[str, dict[str, Any]] = {}
         for role, name in policies.items():
-            settings = self.evaluation_sampling(name) if evaluation else {}
+            params: dict[str, Any] = {}
+            if evaluation:
+                params = self.evaluation_sampling(name)
             policy_table = self.policy_table(name)
             if policy_table is not None and policy_table.temperature is not None:
-                settings["temperature"] = policy_table.temperature
-            if settings:
-                own_sampling[role] = settings
-        return own_sampling
+                params["temperature"] = policy_table.temperature
+            if params:
+                params_of_role[role] = params
+        return params_of_role
 
     def evaluation_sampling(self, policy: str) -> dict[str, Any]:
         """The `top_p`, `top_k` and `min_p` of a policy in evaluations; values that exclude no token are left out."""

@@ -47,31 +47,37 @@ class Rescored:
     counts_after: Counter[str] = field(default_factory=Counter)
     """Number of candidates that have each component."""
 
-    def add(self, ids: Sequence[str], old: Mapping[str, Mapping[str, float]], new: ByTarget) -> None:
-        """Count one group, the candidates with these `ids`, with their stored rewards (`old`) and the rewards of the
-        present scorer (`new`).
+    def add_group(
+        self, ids: Sequence[str], stored_rewards: Mapping[str, Mapping[str, float]], scored: ByTarget
+    ) -> None:
+        """Count one group, the candidates with these `ids`. `scored` has the results of the present scorer.
 
-        A candidate without a new reward counts as failed. The group counts in `others_best` if the best of the
-        candidates with both rewards is another one now.
+        A candidate without a new reward counts as failed.
         """
         self.groups += 1
         new_rewards: dict[str, Mapping[str, float]] = {}
         for id in ids:
-            scored = new.get(id)
-            if isinstance(scored, Scored) and scored.rewards:
-                new_rewards[id] = scored.rewards
+            result = scored.get(id)
+            if isinstance(result, Scored) and result.rewards:
+                new_rewards[id] = result.rewards
         self.candidates += len(new_rewards)
         self.failed += len(ids) - len(new_rewards)
+
+        # Sum the stored and the new rewards over the same candidates, so that their means can be compared.
         for id, rewards in new_rewards.items():
-            for name, value in old.get(id, {}).items():
+            for name, value in stored_rewards.get(id, {}).items():
                 self.sums_before[name] = self.sums_before.get(name, 0.0) + value
                 self.counts_before[name] += 1
             for name, value in rewards.items():
                 self.sums_after[name] = self.sums_after.get(name, 0.0) + value
                 self.counts_after[name] += 1
-        ids_with_both = [id for id in new_rewards if old.get(id)]
-        if len(ids_with_both) > 1 and _best_id(ids_with_both, old) != _best_id(ids_with_both, new_rewards):
-            self.others_best += 1
+
+        ids_with_both = [id for id in new_rewards if stored_rewards.get(id)]
+        if len(ids_with_both) > 1:
+            best_before = _best_id(ids_with_both, stored_rewards)
+            best_now = _best_id(ids_with_both, new_rewards)
+            if best_now != best_before:
+                self.others_best += 1
 
 
 @dataclass
@@ -183,17 +189,19 @@ def _count_and_store(
 ) -> None:
     """Count the new rewards of groups in `rescoring`, and with `write` store them.
 
-    Each of `groups` is a role with the ids of candidates, or of episodes. `scored` has their new rewards.
+    A group is a role and the ids of the candidates of one call, or `EPISODES` and the ids of the episodes of one task.
+    `scored` has the new reward of each, or the error.
     """
-    old = store.rewards(scored)
+    stored_rewards = store.rewards(scored)
     for role, ids in groups:
-        rescoring.roles.setdefault(role, Rescored()).add(ids, old, scored)
+        rescoring.roles.setdefault(role, Rescored()).add_group(ids, stored_rewards, scored)
     rescoring.errors.update(str(error) for error in scored.values() if isinstance(error, WorkflowError))
     if write:
         records: list[Record] = []
         for target, result in scored.items():
             if isinstance(result, Scored):
-                records += reward_records(target, *result, redaction=redaction)
+                text_name = result.name
+                records += reward_records(target, result.rewards, result.text, text_name, redaction=redaction)
         store.write(records)
 
 

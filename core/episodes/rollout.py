@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -123,23 +124,25 @@ def _tasks_and_numbers(batch: EpisodeBatch) -> list[tuple[Task, int]]:
     return [(tasks[task], number) for task, number in batch.replays]
 
 
-def repeat_episode(workflow: Workflow, replay: Replay, others: Responder | None) -> tuple[Workflow, ReplayResponder]:
+def repeat_episode(
+    workflow: Workflow, replay: Replay, responder_of_new_calls: Responder | None
+) -> tuple[Workflow, ReplayResponder]:
     """For one episode that repeats a recorded episode: the workflow to run, and the responder, which answers from the
-    record. `others` answers calls that are not in the record, after the fork.
+    record. `responder_of_new_calls` answers at the fork, and calls after it that are not in the record.
 
     If a request of the episode differs from the record, or is missing, the episode fails with ReplayDiverged, even if
     the application swallows the error.
     """
-    responder = ReplayResponder(replay, others)
+    responder = ReplayResponder(replay, responder_of_new_calls)
     return replace(workflow, fn=_checked_function(workflow.fn, responder, replay)), responder
 
 
 def _checked_function(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Replay) -> Callable[[Any], Any]:
     """A wrapper of `fn`, the workflow's function, for an episode that repeats a recorded one.
 
-    Before `fn` it gives the episode the recorded tool results, clock, uuid and random values up to the fork. After `fn`
-    it fails the episode if the application made other calls than the record. The application may swallow the error of a
-    refused call, so the check is made again at the end.
+    It gives the episode the recorded tool results, clock, uuid and random values up to the fork, runs `fn`, and then
+    fails the episode if the application made other calls than the record. The responder refuses such a call, but the
+    application may swallow this error.
     """
 
     def give_recorded_values() -> None:
@@ -152,33 +155,31 @@ def _checked_function(fn: Callable[[Any], Any], responder: ReplayResponder, repl
         if live.chance is not None:
             live.chance.set_recorded([read for read in script.reads if read.at < until], script.started)
 
-    async def finish(value: Awaitable[Any]) -> Any:
-        """Await the result of `fn`, then check the episode."""
+    @contextmanager
+    def raise_divergence_first() -> Iterator[None]:
+        """A block that runs the workflow. If it raises after a divergence, the divergence is raised as the cause."""
         try:
-            result = await value
+            yield
         except Exception:
             responder.require_followed()
             raise
+
+    async def run_to_end(value: Awaitable[Any]) -> Any:
+        with raise_divergence_first():
+            result = await value
         responder.require_complete()
         return result
 
     async def run_async(task: Any) -> Any:
         give_recorded_values()
-        return await finish(fn(task))
+        return await run_to_end(fn(task))
 
     def run(task: Any) -> Any:
-        """Call the workflow with the recorded answers, and check that it made the recorded calls.
-
-        An async workflow is checked by `finish`, after it was awaited.
-        """
         give_recorded_values()
-        try:
+        with raise_divergence_first():
             value = fn(task)
-        except Exception:
-            responder.require_followed()
-            raise
-        if inspect.isawaitable(value):
-            return finish(value)
+        if inspect.isawaitable(value):  # the workflow is still to be run, by the caller
+            return run_to_end(value)
         responder.require_complete()
         return value
 

@@ -130,9 +130,9 @@ async def judge_episodes(
     """Ask the judge for the outcomes of the finished episodes, and store them. The judge gets all episodes of a task in
     one question. Its texts are redacted.
 
-    Returns the number of episodes whose judging failed, by error. If judging failed for all episodes, this raises the
-    error. It does not if the judge is a role of the run, which may have to learn to judge: then `ask` is not the
-    default.
+    Returns the number of episodes whose judging failed, by error. With the default `ask`, this raises the error if
+    judging failed for all episodes. With another `ask`, a policy of the run is the judge: it may fail for all episodes
+    at first, and learn to judge.
     """
     outcomes = await outcomes_of(judge, store, episodes, ask, redaction)
     keep_outcomes(store, outcomes, redaction)
@@ -163,17 +163,18 @@ async def outcomes_of(
     redaction: Redaction | None = None,
 ) -> Outcomes:
     """Ask the workflow's judge about finished episodes, task by task. Returns the outcome of each episode by id, or the
-    judge's error.
+    judge's error. Without a judge, the result is empty.
 
-    Without a judge nothing is returned. Episodes that consist of the requests of a judging role are left out.
+    Only episodes whose end says something about the policies are judged: not cancelled ones, and none that the
+    infrastructure failed.
     """
-    by_task: dict[str, list[Episode]] = {}
-    for episode in episodes:
-        if episode.is_outcome and episode.phase != JUDGING:
-            by_task.setdefault(episode.task.id, []).append(episode)
     outcomes: dict[str, Scored | WorkflowError] = {}
     if judge is None:
         return outcomes
+    by_task: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        if episode.is_outcome and episode.phase != JUDGING:  # in that phase, the judge itself was asked
+            by_task.setdefault(episode.task.id, []).append(episode)
     with context_value(judging, Judging(redaction=redaction)):
         work = [_outcomes_of_task(judge, store, of_task, ask) for of_task in by_task.values()]
         for outcomes_of_task in await asyncio.gather(*work):
@@ -181,9 +182,12 @@ async def outcomes_of(
     return outcomes
 
 
-async def _outcomes_of_task(judge: EpisodeJudge, store: Store, ended: Sequence[Episode], ask: AskJudge) -> Outcomes:
-    """The outcomes of one task's episodes, which have all ended; failed ones are not shown to the judge."""
-    successful = [episode for episode in ended if episode.status == "ok"]
+async def _outcomes_of_task(
+    judge: EpisodeJudge, store: Store, ended_episodes: Sequence[Episode], ask: AskJudge
+) -> Outcomes:
+    """The outcomes that the judge gives to the episodes of one task, by episode. It sees only episodes without an
+    error; the failed ones get no outcome."""
+    successful = [episode for episode in ended_episodes if episode.status == "ok"]
     if not successful:
         return {}
     task = successful[0].task
@@ -193,31 +197,43 @@ async def _outcomes_of_task(judge: EpisodeJudge, store: Store, ended: Sequence[E
         return dict.fromkeys((episode.id for episode in successful), WorkflowError(error.cause, error.remedy))
     judged = await ask(judge, shown, task)
     if isinstance(judge, Ranking):
-        n_failed = len(ended) - len(shown)
-        judged = [_above_failed(outcome, judge.name, len(shown) - 1, n_failed) for outcome in judged]
+        n_failed = len(ended_episodes) - len(shown)
+        judged = [_rank_above_failed(outcome, judge.name, len(shown) - 1, n_failed) for outcome in judged]
 
-    # The texts get the name of the reward, also for episodes without a reward.
-    name = getattr(judge, "name", getattr(judge, "__name__", "judge"))
-    for outcome in judged:
-        if isinstance(outcome, Scored) and outcome.rewards:
-            name = next(iter(outcome.rewards))
-            break
+    # A text is stored under the name of a reward. An episode without a reward gets the name that the others have.
+    text_name = _name_of_reward(judge, judged)
     outcomes: dict[str, Scored | WorkflowError] = {}
     for episode, outcome in zip(successful, judged, strict=True):
-        outcomes[episode.id] = outcome._replace(name=name) if isinstance(outcome, Scored) else outcome
+        if isinstance(outcome, Scored):
+            outcome = outcome._replace(name=text_name)
+        outcomes[episode.id] = outcome
     return outcomes
 
 
-def _above_failed(outcome: Scored | WorkflowError, name: str, others: int, failed: int) -> Scored | WorkflowError:
-    """The outcome of an episode with a rank that also counts the failed episodes of its task, which the judge did not
-    see.
+def _name_of_reward(judge: EpisodeJudge, judged: Opinion) -> str:
+    """The name of the first reward that a judge gave. If it gave none, the name of the judge."""
+    for outcome in judged:
+        if isinstance(outcome, Scored) and outcome.rewards:
+            return next(iter(outcome.rewards))
+    name_of_function = getattr(judge, "__name__", "judge")
+    return str(getattr(judge, "name", name_of_function))
 
-    The rank is the reward `name`: the share of the `others`, the other episodes that were judged, that the episode is
-    better than. It is better than all of the `failed` episodes too.
+
+def _rank_above_failed(
+    outcome: Scored | WorkflowError, name: str, n_judged_others: int, n_failed: int
+) -> Scored | WorkflowError:
+    """The outcome of a judged episode, with a rank that also counts the failed episodes of its task.
+
+    The rank is the reward `name`: the share of the other episodes that this one is better than. The judge has compared
+    it with `n_judged_others`. It is better than each of the `n_failed` episodes, which the judge did not see.
     """
-    if isinstance(outcome, WorkflowError) or not failed:
+    if isinstance(outcome, WorkflowError) or n_failed == 0:
         return outcome
-    if others and name not in outcome.rewards:  # the judge gave no rank
-        return outcome
-    rank = (outcome.rewards.get(name, 0.0) * others + failed) / (others + failed)
+    rank_among_judged = outcome.rewards.get(name)
+    if rank_among_judged is None:
+        if n_judged_others > 0:  # the judge gave no rank
+            return outcome
+        rank_among_judged = 0.0  # there was nothing to compare
+    n_worse = rank_among_judged * n_judged_others + n_failed
+    rank = n_worse / (n_judged_others + n_failed)
     return outcome._replace(rewards={**outcome.rewards, name: rank})

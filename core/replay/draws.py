@@ -37,24 +37,26 @@ _uuid_time: Callable[[], tuple[bytes, int]] | None = getattr(uuid, "_generate_ti
 def install() -> None:
     """Hook the functions of uuid, random, secrets and os.urandom, so that frozen episodes can record and return their
     values. Modules that have imported such a function by name get the hook too. Once per process, by the cache."""
-    shared: Any = random._inst
     originals = (random.random, random.getrandbits, _urandom)
-    shared.__class__ = _Shared  # the other functions of the module `random` are methods of this object
-    hooked = (shared.random, shared.getrandbits, partial(_urandom_of, "urandom"))
-    replace_everywhere(originals, hooked)
+    # All functions of the module `random` are methods of one generator. Another class changes them all, except the two
+    # methods in C that the module has stored.
+    module_generator: Any = random._inst
+    module_generator.__class__ = _Shared
+    hooked_urandom = partial(_urandom_of, "urandom")
+    replace_everywhere(originals, (module_generator.random, module_generator.getrandbits, hooked_urandom))
     random.Random.seed = _hooked_seed  # type: ignore[method-assign]
     if _uuid_time is not None:
         uuid._generate_time_safe = _hooked_uuid_time  # type: ignore[attr-defined]
 
 
-def replace_everywhere(originals: tuple[Any, ...], hooked: tuple[Any, ...], *, own: bool = False) -> None:
+def replace_everywhere(originals: tuple[Any, ...], hooked: tuple[Any, ...], *, only_application: bool = False) -> None:
     """Replace each function of `originals` with the one at the same position in `hooked`, under any name, in all loaded
-    modules except cotune's. With `own`, only in the application's own modules."""
+    modules except cotune's. With `only_application`, modules of libraries keep the originals."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         if str(names.get("__name__")).startswith("cotune."):
             continue
-        if own and is_library_file(names.get("__file__") or "<"):
+        if only_application and is_library_file(names.get("__file__") or "<"):
             continue
         for name, value in list(names.items()):
             for original, new in zip(originals, hooked, strict=True):
@@ -63,7 +65,7 @@ def replace_everywhere(originals: tuple[Any, ...], hooked: tuple[Any, ...], *, o
 
 
 def _recorded_values() -> tuple[Chance, str] | None:
-    return recorded_values_here(__name__, besides=FRAMEWORKS)
+    return recorded_values_here(__name__, except_packages=FRAMEWORKS)
 
 
 def _urandom_of(kind: str, size: int) -> bytes:
@@ -74,21 +76,22 @@ def _urandom_of(kind: str, size: int) -> bytes:
 
 
 def _hooked_uuid_time() -> tuple[bytes, int]:
-    """Draw an id for `uuid.uuid1`, recorded or replayed in a frozen episode.
+    """Replaces the function of `uuid` that makes the ids of `uuid.uuid1`. In a frozen episode, the id is recorded, or
+    is a recorded one.
 
     Returns all 16 bytes of the id, and a status: 0 if no other process can have drawn the same id.
     """
-    new_id = _uuid_time
-    assert new_id is not None
+    original = _uuid_time
+    assert original is not None
     if (frozen := _recorded_values()) is None:
-        return new_id()
+        return original()
     chance, place = frozen
 
-    def draw() -> list[Any]:
-        id, status = new_id()
-        return [id.hex(), status]
+    def draw_as_json() -> list[Any]:
+        id, status = original()
+        return [id.hex(), status]  # a record cannot hold bytes
 
-    digits, status = chance.draw_value("uuid1", place, draw)
+    digits, status = chance.draw_value("uuid1", place, draw_as_json)
     return bytes.fromhex(digits), status
 
 
@@ -126,13 +129,15 @@ class _Shared(random.Random):
         self.__dict__["gauss_next"] = None if _recorded_values() is not None else value
 
 
-def recorded_values_here(hook: str, *, besides: tuple[str, ...] = (), own: bool = False) -> tuple[Chance, str] | None:
+def recorded_values_here(
+    hook: str, *, except_packages: tuple[str, ...] = (), only_application: bool = False
+) -> tuple[Chance, str] | None:
     """For a hooked function such as `random.random`: the episode's values (`Chance`) to use instead of the real
     function, and the place in the code that calls it. None if the real function must be used.
 
-    That is the case outside a frozen episode, and for calls from the standard library or from a package whose name
-    begins with one of `besides`: these use random numbers and the clock for themselves. With `own`, it is the case for
-    all code except the application's own. `hook` is the module of the hook.
+    The real function is used outside a frozen episode, and for calls that the standard library or one of
+    `except_packages` makes for its own purposes (they are given by the beginnings of their names). With
+    `only_application`, it is used for calls from every library. `hook` is the module of the hook.
     """
     live = current_episode.get()
     if live is None or live.chance is None or live.ended:
@@ -144,9 +149,9 @@ def recorded_values_here(hook: str, *, besides: tuple[str, ...] = (), own: bool 
     if frame is None:
         return None
     module = _module(frame)
-    if _is_cotune(module) or module.startswith(besides) or is_standard(frame):
+    if _is_cotune(module) or module.startswith(except_packages) or is_standard(frame):
         return None
-    if own and is_library(frame):
+    if only_application and is_library(frame):
         return None
     return live.chance, _calling_functions(frame)
 

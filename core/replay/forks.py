@@ -15,7 +15,9 @@ from cotune.errors import ConfigError
 from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord
 
-_FORM = re.compile(r"(?P<alone>all|decisive)|(?P<counted>first|every|entropy):(?P<count>[1-9][0-9]*)|role:(?P<role>.+)")
+_FORM = re.compile(
+    r"(?P<kind>all|decisive)|(?P<kind_with_count>first|every|entropy):(?P<count>[1-9][0-9]*)|role:(?P<role>.+)"
+)
 
 
 class ForkRule(msgspec.Struct, frozen=True):
@@ -29,7 +31,8 @@ class ForkRule(msgspec.Struct, frozen=True):
 
 
 def fork_rule(text: str) -> ForkRule:
-    """The rule for a value of `replay.forks`. Raises ConfigError for an invalid value."""
+    """The rule for a value of the setting `replay.forks`, such as `all` or `first:2`. Raises ConfigError for an invalid
+    value."""
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise ConfigError(
@@ -38,11 +41,11 @@ def fork_rule(text: str) -> ForkRule:
             "is not one of all, decisive, first:N, every:N, entropy:N, role:NAME",
             "For example: --set replay.forks=first:2",
         )
-    if match["alone"]:
-        return ForkRule(match["alone"])  # type: ignore[arg-type]
+    if match["kind"]:
+        return ForkRule(match["kind"])  # type: ignore[arg-type]
     if match["role"]:
         return ForkRule("role", role=match["role"].strip())
-    return ForkRule(match["counted"], int(match["count"]))  # type: ignore[arg-type]
+    return ForkRule(match["kind_with_count"], int(match["count"]))  # type: ignore[arg-type]
 
 
 Place = tuple[str, int]
@@ -56,13 +59,16 @@ def choose_forks(
     seed: int,
     effects: Mapping[Place, float] = MappingProxyType({}),
 ) -> list[CallRecord]:
-    """Choose at most `most` of an episode's forkable `calls`. Input and result are in step order.
+    """Choose at most `most` of an episode's forkable `calls` by a rule. Input and result are in step order.
 
-    `first` takes the first calls, and `entropy` the calls with the highest entropy. `decisive` takes the calls whose
-    answers had the largest `effects` in earlier steps; the effect of a role's turn that is not in `effects` counts as
-    the largest. The other rules draw at random with `seed` if they allow more than `most` calls, and so does `decisive`
-    if no call has an effect (`none_decides`). The weight of a call is then 1 / the number of calls from it to the end,
-    which is the cost of finishing its branches.
+    - `first` takes the first calls, and `entropy` the calls with the highest entropy.
+    - `decisive` takes the calls whose answers had the largest effects on the outcome in earlier steps. `effects` has
+      the effect of each turn of each role; a turn that is missing there is taken before all others. If all effects are
+      0, the calls are drawn at random.
+    - `every`, `role` and `all` allow some calls, and draw at random from these if they are more than `most`.
+
+    Random draws depend on `seed`. The weight of a call is 1 / the number of calls from it to the end, which is the cost
+    of finishing its branches.
 
     The choice depends on the episode's answers: on their entropy, and on the number of calls that followed. So the
     answer of a forked call is not a fair sample for its prompt: only the answers of branches are compared (`collect`).
@@ -159,9 +165,11 @@ def budget(calls: Sequence[CallRecord], forks: Collection[CallRecord], plan: Pla
     total = Budget()
     for fork in forks:
         branches = plans.get(fork.role, plan).k
-        # A branch repeats the calls that began before the forked call ended, and samples all others.
+        # A branch repeats the recorded calls that began before the forked call ended. It samples the forked call and
+        # all others.
         fork_end = fork.started + fork.latency
-        repeated = sum(call.id != fork.id and call.started < fork_end for call in calls)
+        other_calls = [call for call in calls if call.id != fork.id]
+        repeated = sum(call.started < fork_end for call in other_calls)
         sampled = len(calls) - repeated
         total += Budget(branches, sampled=branches * sampled, repeated=branches * repeated)
     return total

@@ -28,7 +28,7 @@ _BY_CHANCE = (
 
 
 class ReplayResponder:
-    """Answers the calls of one episode from a script. Calls after its fork go to `others`.
+    """Answers the calls of one episode from a script. Calls that need a new answer go to `responder_of_new_calls`.
 
     A request is looked up by role and content (messages, tools, model and parameters, without ids). If several recorded
     requests are equal, the earliest is used first. Until the fork is answered, only recorded calls may come, in any
@@ -40,17 +40,18 @@ class ReplayResponder:
     differs from the record, so from then on a request that was not recorded is a new call.
     """
 
-    def __init__(self, replay: Replay, others: Responder | None = None) -> None:
-        """`replay` is the record and its fork. `others` answers calls after the fork."""
+    def __init__(self, replay: Replay, responder_of_new_calls: Responder | None = None) -> None:
+        """`replay` is the record and its fork. Without a `responder_of_new_calls`, the application's own provider gives
+        new answers."""
         self.replay = replay
-        self.others = others
+        self.responder_of_new_calls = responder_of_new_calls
         self.diverged: ReplayDiverged | None = None
         """The first divergence. No call is answered after it."""
         script = replay.script
+        self._unaffected_calls = {call.id for call in script.calls}
+        """Ids of the recorded calls that the new answer at the fork cannot have changed."""
         if replay.fork:
             self._unaffected_calls = script.unaffected_calls(replay.fork)
-        else:
-            self._unaffected_calls = {call.id for call in script.calls}
         self._entries = [_Entry(call) for call in script.calls]
         self._queues: dict[tuple[str, str], deque[_Entry]] = {}
         # Equal requests of a role are answered in the order of the record.
@@ -59,25 +60,29 @@ class ReplayResponder:
             key = recorded.role, digest(*script.messages_and_tools(recorded), recorded.model, recorded.params)
             self._queues.setdefault(key, deque()).append(entry)
         self._forked = False
-        self._redrawn = False
+        """Whether the call at the fork has its new answer."""
+        self._has_new_parallel_answer = False
         """Whether a call in `replay.parallel` has its new answer."""
         self._new_calls: Counter[str] = Counter()
+        """Number of calls of each role that are not in the record."""
         self._lock = threading.Lock()
 
     async def respond(self, call: LiveCall) -> Answer | None:
-        """Answer from the script, or at the fork and after it by `others`. Raises ReplayDiverged."""
+        """Answer a call: from the script if it repeats a recorded call, with a new answer at the fork and for new calls
+        after it. None if the application's own provider gives the new answer. Raises ReplayDiverged."""
         entry = self._match(call)
         if entry is None:
-            return await self._ask_others(call)
+            return await self._new_answer(call)
+        recorded = entry.call
         try:
-            if entry.call.id == self.replay.fork:
-                return await self._fork(call, entry.call)
-            if entry.call.id in self.replay.parallel:
-                answer = await self._ask_others(call)
-                self._redrawn = True
+            if recorded.id == self.replay.fork:
+                return await self._fork(call, recorded)
+            if recorded.id in self.replay.parallel:  # it ran at the same time as the fork, and is sampled again too
+                answer = await self._new_answer(call)
+                self._has_new_parallel_answer = True
                 return answer
-            await self._wait_for_order(call, entry.call)
-            return entry.call.answer
+            await self._wait_for_order(call, recorded)
+            return recorded.answer
         finally:
             entry.answered.set_result(None)
 
@@ -87,31 +92,34 @@ class ReplayResponder:
             raise self.diverged
 
     def require_complete(self) -> None:
-        """Raise ReplayDiverged if the episode that has ended did not repeat the record: at its first divergence, or
-        because it did not make a recorded call."""
+        """Check the episode when it has ended. Raises ReplayDiverged if it has diverged, or if it did not make a
+        recorded call that it had to repeat."""
         self.require_followed()
         not_asked = [entry.call for entry in self._entries if not entry.asked.done()]
         if self.replay.fork and not self._forked:
             call = next(call for call in not_asked if call.id == self.replay.fork)
             self._diverge(call, f"{_recorded_turn_text(call)} is not asked this time.")
-        missing = []
-        for call in not_asked:
-            # A call in `parallel` may follow another one there, whose new answer can make it different.
-            if call.id in self.replay.parallel:
-                continue
-            # After a fork, an episode may end before it makes such a call. But a role that has made a new call, which
-            # comes later, must have made its recorded calls before.
-            must_be_asked = not self.replay.fork or self._new_calls[call.role] > 0
-            if call.id in self._unaffected_calls and must_be_asked:
-                missing.append(call)
-        if missing:
-            text = f"{_recorded_turn_text(missing[0])} is not asked this time"
-            n_others = len(missing) - 1
-            if n_others == 1:
-                text += ", nor is 1 other"
-            elif n_others > 1:
-                text += f", nor are {n_others} others"
-            self._diverge(missing[0], f"{text}.")
+        missing = [call for call in not_asked if self._must_be_repeated(call)]
+        if not missing:
+            return
+        text = f"{_recorded_turn_text(missing[0])} is not asked this time"
+        if len(missing) == 2:
+            text += ", nor is 1 other"
+        elif len(missing) > 2:
+            text += f", nor are {len(missing) - 1} others"
+        self._diverge(missing[0], f"{text}.")
+
+    def _must_be_repeated(self, recorded: ScriptCall) -> bool:
+        """Whether an episode that has ended must have made this recorded call again."""
+        if recorded.id in self.replay.parallel:
+            return False  # the new answer of another call in `parallel` may have prevented or changed it
+        if recorded.id not in self._unaffected_calls:
+            return False
+        if not self.replay.fork:
+            return True
+        # A new answer may end the episode before this call. But new calls of a role come after its recorded calls: if
+        # there is one, the role must have made this call before.
+        return self._new_calls[recorded.role] > 0
 
     def _match(self, call: LiveCall) -> _Entry | None:
         """The recorded call that `call` repeats. It is marked as asked, and no other call repeats it.
@@ -122,25 +130,32 @@ class ReplayResponder:
         with self._lock:
             self.require_followed()
             request = digest(call.messages, call.tools, call.model, call.params)
-            queue = self._queues.get((call.role, request), deque())
-            entry = next((entry for entry in queue if self._may_repeat(entry.call)), None)
-            if entry is None and (self._forked or self._redrawn):
-                self._new_calls[call.role] += 1
-                return None
+            entries_with_request = self._queues.get((call.role, request), deque())
+            entry = next((entry for entry in entries_with_request if self._may_repeat(entry.call)), None)
             if entry is None:
+                if self._has_new_answer:
+                    self._new_calls[call.role] += 1
+                    return None
                 cause, remedy = self._difference(call)
                 self._diverge(call, cause, remedy)
-            if entry.call.fault and entry.call.id not in (self.replay.fork, *self.replay.parallel):
-                cause = f"{_recorded_turn_text(entry.call)} cannot be answered again: {entry.call.fault}."
+            recorded = entry.call
+            gets_new_answer = recorded.id == self.replay.fork or recorded.id in self.replay.parallel
+            if recorded.fault and not gets_new_answer:
+                cause = f"{_recorded_turn_text(recorded)} cannot be answered again: {recorded.fault}."
                 self._diverge(call, cause, "Fork before it, or choose another episode.")
-            queue.remove(entry)
+            entries_with_request.remove(entry)
             entry.asked.set_result(None)
             return entry
 
+    @property
+    def _has_new_answer(self) -> bool:
+        """Whether the application has got a new answer. From then on it may make calls that are not in the record."""
+        return self._forked or self._has_new_parallel_answer
+
     def _may_repeat(self, recorded: ScriptCall) -> bool:
         """Whether a request may still repeat this recorded call."""
-        if self._forked or self._redrawn:
-            # A new answer may have changed all other calls.
+        if self._has_new_answer:
+            # The new answer may have changed all other calls.
             return recorded.id == self.replay.fork or recorded.id in self._unaffected_calls
         return True
 
@@ -168,19 +183,21 @@ class ReplayResponder:
         await asyncio.sleep(min(longest, max(shortest, gap_in_record)))
 
     async def _fork(self, call: LiveCall, recorded: ScriptCall) -> Answer | None:
-        """Answer the call at which the episode is forked (`recorded` in the record), and note the fork in the episode.
+        """Answer the call at which the episode leaves the record, and note the fork in the episode. `recorded` is the
+        recorded call that it repeats.
 
         The answer is `replay.answer` if it is set, otherwise a new one. A new answer must be to the same prompt: the
         episode diverges if the messages are equal but their token ids differ.
         """
         call.episode.fork = Fork(self.replay.script.episode, recorded.id, call.id)
-        # Answers from the script took no time. The clock of the episode continues from the recorded call's time.
+        # The episode came here faster than the recorded one, whose calls took time. The clock that the application sees
+        # continues from the time of the recorded call.
         if call.episode.chance is not None:
             call.episode.chance.advance_to(recorded.started)
         if self.replay.answer is not None:
             self._forked = True
             return self.replay.answer
-        answer = await self._ask_others(call)
+        answer = await self._new_answer(call)
         self._forked = True
         # Edits of the prompts (`prompts`) may have changed the messages on purpose.
         if answer is not None and call.prompts == recorded.prompts:
@@ -200,9 +217,11 @@ class ReplayResponder:
         cause = f"{_recorded_turn_text(recorded)}: the messages are the same, but their token ids differ {where}."
         self._diverge(call, cause, "The model's template or tokenizer was changed.")
 
-    async def _ask_others(self, call: LiveCall) -> Answer | None:
-        """A new answer; None if the application's own provider gives it."""
-        return None if self.others is None else await self.others.respond(call)
+    async def _new_answer(self, call: LiveCall) -> Answer | None:
+        """An answer that is not from the record; None if the application's own provider gives it."""
+        if self.responder_of_new_calls is None:
+            return None
+        return await self.responder_of_new_calls.respond(call)
 
     def _diverge(self, call: LiveCall | ScriptCall, cause: str, remedy: str = _CHANGED) -> NoReturn:
         """Raise ReplayDiverged, and refuse all further calls."""

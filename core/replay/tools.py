@@ -40,46 +40,52 @@ def record_results(
     name_of: Callable[[LiveEpisode, tuple[Any, ...], dict[str, Any]], str | None],
     *,
     skip: int = 0,
-    without: Sequence[str] = (),
+    ignored_arguments: Sequence[str] = (),
 ) -> Callable[..., Any]:
     """A wrapper of `original`, a function that runs a tool. In an episode it records the results. In a replay it
     returns them again instead of running the tool.
 
-    `name_of` returns the name of the tool for the arguments of a use, or None if the use is not recorded. The first
-    `skip` arguments, and arguments named in `without`, do not distinguish two uses.
+    `name_of` returns the name of the tool for the arguments of a use, or None if the use is not recorded. A replay
+    finds a result by this name and by the arguments, except the first `skip` ones and the `ignored_arguments`, which
+    may differ from run to run.
     """
 
     @contextmanager
-    def use_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ToolUse]:
-        """A block for one use of the tool with these arguments. Yields the use. The block sets its result unless
-        it is known from the record. After the block, a result in an episode is recorded.
+    def use_of_tool(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ToolUse]:
+        """A block around one use of the tool with these arguments. Yields the use.
 
-        A tool that calls itself is recorded once: a replay returns the result of the outer use without the inner one.
+        If `use.known` is set, `use.value` is the recorded result. If not, the block runs the tool and sets `use.value`,
+        which is recorded after the block. Outside an episode, nothing is recorded.
         """
         live = current_episode.get()
+        name = None
+        if live is not None:
+            name = name_of(live, args, kwargs)
+        # Of a tool that calls itself, only the outer use is recorded: a replay does not run the inner ones.
         outer_use = tool_at_work.get().use
-        name = None if live is None else name_of(live, args, kwargs)
         calls_itself = outer_use is not None and outer_use.name == name
         if live is None or name is None or calls_itself:
-            yield ToolUse("", "")  # not recorded
+            unrecorded_use = ToolUse("", "")
+            yield unrecorded_use
             return
         started = live.now()
-        with live.tape.use_tool(name, arguments_of(args[skip:], kwargs, without)) as use:
+        with live.tape.use_tool(name, arguments_of(args[skip:], kwargs, ignored_arguments)) as use:
             yield use
-            if not live.tape.record_result(use, started, live.now() - started):
+            is_recorded = live.tape.record_result(use, started, live.now() - started)
+            if not is_recorded:
                 text = f"The value that {name} returned is not JSON, so a replay runs it again."
                 live.warn("unrecorded_tool", text)
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with use_of(args, kwargs) as use:
+        with use_of_tool(args, kwargs) as use:
             if not use.known:
                 use.value = original(*args, **kwargs)
         return use.value
 
     @functools.wraps(original)
     async def run_async(*args: Any, **kwargs: Any) -> Any:
-        with use_of(args, kwargs) as use:
+        with use_of_tool(args, kwargs) as use:
             if not use.known:
                 use.value = await original(*args, **kwargs)
         return use.value
@@ -87,17 +93,21 @@ def record_results(
     return run_async if inspect.iscoroutinefunction(original) else run
 
 
-def framework_tool(*without: str) -> Callable[[Any], Any]:
-    """A decorator for the method of a framework that runs a tool. In episodes that record the tools of frameworks, it
-    records the results, and returns them in a replay. Arguments named in `without` do not distinguish two uses."""
+def framework_tool(*ignored_arguments: str) -> Callable[[Any], Any]:
+    """A decorator for the method with which a framework runs a tool. It records the results of the tool, and in a
+    replay returns them again, in episodes that record the tools of frameworks.
 
-    def wrapper(original: Any) -> Any:
+    A replay finds a result by the tool and its arguments, except those named in `ignored_arguments`.
+    """
+
+    def decorate(original: Any) -> Any:
         def name_of(live: LiveEpisode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-            if not live.tape.frameworks:
+            if not live.tape.frameworks:  # only functions under `cotune.recorded` are recorded in this episode
                 return None
             tool = args[0]  # `self` of the method
             return str(getattr(tool, "name", type(tool).__name__))
 
-        return record_results(original, name_of, skip=1, without=without)
+        # The first argument is the tool itself, which is another object in each run.
+        return record_results(original, name_of, skip=1, ignored_arguments=ignored_arguments)
 
-    return wrapper
+    return decorate

@@ -220,14 +220,17 @@ def form_type(body: Mapping[str, Any]) -> str:
     return str(form.get("type") or "text")
 
 
-def replaced(calls: Iterable[CallRecord]) -> list[str]:
-    """For each sampling parameter that training replaced with its own value in some calls, a sentence with the number
-    of these calls."""
+def sentences_about_ignored(calls: Iterable[CallRecord]) -> list[str]:
+    """For each parameter that some calls asked for and that training ignored, a sentence with the number of calls.
+
+    Training samples from the policy's unchanged distribution, so it ignores parameters such as `top_p` (`UNSHAPED`).
+    """
     counts: Counter[str] = Counter()
     for call in calls:
-        for name, neutral in UNSHAPED.items():
+        for name, neutral_value in UNSHAPED.items():
             requested = call.params.get(name)
-            if requested is not None and call.sampling.get(name, neutral) != requested:
+            used = call.sampling.get(name, neutral_value)
+            if requested is not None and requested != used:
                 counts[name] += 1
     return [f"{count} calls asked for {name} and were sampled without it." for name, count in counts.items()]
 

@@ -107,18 +107,24 @@ class PolicyResponder:
         #    application asks for.
         prompt, params = await self.prepare(call)
         n_candidates = int(call.params.get("n") or 1)
-        plan = None if self.plan is None else self.plans.get(call.role, self.plan)
-        if plan is not None and plan.kind == "tree" and call.role in self.scorers:
+        plan = None
+        if self.plan is not None:
+            plan = self.plans.get(call.role, self.plan)
+        has_scorer = call.role in self.scorers
+        if plan is not None and plan.kind == "tree" and has_scorer:
             n_candidates = max(n_candidates, plan.k)
         completions = list(await self.sampler.sample(prompt, n_candidates, params, policy))
-        if self.reads_aside:
+        if self.reads_aside:  # long replies take time to read
             candidates = await asyncio.to_thread(self.read, call, prompt, params, completions)
         else:
             candidates = self.read(call, prompt, params, completions)
 
-        # 3. Reward all candidates, and choose the one that the application gets.
+        # 3. Reward all candidates.
         scored, failure = await self._score(call, candidates)
         rewards = tuple([result.rewards for result in scored])
+
+        # 4. Choose the candidate that the application gets, by one number for each: the rewards are weighted, and
+        #    penalties for long answers subtracted, as in training.
         lengths: list[Length] = []
         for candidate in candidates:
             is_cut = candidate.finish_reason == "length"
@@ -184,27 +190,29 @@ class PolicyResponder:
             self._warn_of_parameters(call, requested)
             params = self._with_seed(call, request_params(requested, self.defaults, self._override_of(call.role)))
 
-            # 2. The images. A reply must not hold image tokens, as there is no image for them.
+            # 2. The images, and the tokens that the reply must not have. A reply with image tokens would refer to an
+            #    image that does not exist.
             images = self._images_of(call, chat)
             if images:
                 params = _never_drawing(msgspec.structs.replace(params, images=images), chat.image_tokens)
-            # If a reply may not end by itself, it continues to `max_tokens`: its end tokens are never drawn.
-            restricts_end = requested.get("ignore_eos") or requested.get("allowed_token_ids")
-            if restricts_end and not ends_itself(requested, chat.end_token_ids):
+            # The application may forbid the tokens that end a reply (`ignore_eos`). Then it continues to `max_tokens`.
+            may_forbid_end = requested.get("ignore_eos") or requested.get("allowed_token_ids")
+            if may_forbid_end and not ends_itself(requested, chat.end_token_ids):
                 params = _never_drawing(params, chat.end_token_ids)
 
             # 3. The prompt, and the room that it leaves for the reply.
-            arguments: dict[str, Any] = {"earlier": earlier}
+            render_arguments: dict[str, Any] = {"earlier": earlier}
             options = self._template_options(call, chat)
             if options:
-                arguments["options"] = options
-            longest = self.longest(call.role)
+                render_arguments["options"] = options
+            longest = self.longest(call.role)  # maximum tokens of prompt and reply
             if longest is not None:
-                arguments["most"] = longest - 1  # at least one token for the reply
-            prompt = chat.render(out.messages, tools_shown(requested, out.tools), **arguments)
+                render_arguments["most"] = longest - 1  # at least one token for the reply
+            prompt = chat.render(out.messages, tools_shown(requested, out.tools), **render_arguments)
             if longest is not None:
                 tokens_left = longest - len(prompt)
-                if tokens_left < 1:  # earlier token ids may be more than the template's
+                # `render` refuses by the template's own token ids. The reused earlier ids may be more.
+                if tokens_left < 1:
                     raise PromptTooLong(
                         f"The prompt has {len(prompt)} tokens; the model takes {longest} with the reply."
                     )
@@ -295,13 +303,17 @@ class PolicyResponder:
             ids = completion.token_ids
             if completion.finish_reason == "stop" and ids and ids[-1] in params.stop_token_ids:
                 ids = ids[:-1]  # the token that stopped the reply is not part of its text
-            text, message, finish_reason = chat.parse(ids, params.stop, prompt=prompt, tools=tools)
-            malformed = finish_reason == "malformed"
+            text, message, parsed_reason = chat.parse(ids, params.stop, prompt=prompt, tools=tools)
+            malformed = parsed_reason == "malformed"
+            # The application gets a reason that its client knows, which "malformed" is not.
             if completion.finish_reason == "length":
                 finish_reason = "length"
-            elif malformed:
-                # The application gets a reason that its client knows; `malformed` stays in the records.
-                finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
+            elif not malformed:
+                finish_reason = parsed_reason
+            elif message.get("tool_calls"):
+                finish_reason = "tool_calls"
+            else:
+                finish_reason = "stop"
             stop = ""
             if params.stop and names_stop:
                 stop = chat.stopped_by(ids, params.stop)

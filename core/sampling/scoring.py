@@ -253,17 +253,22 @@ async def compare(
     """
     with context_value(current_episode, None), context_value(user_code, f"{source} on task {task_id!r}"):
         returned = await _call_function(fn, (tuple(items), *arguments), timeout, source)
+
+    # An error of the function is the error of each item.
     remedy = "Return a list with one reward for each, in their order."
+    values: list[Any] = []
+    error: Exception | None = None
     if isinstance(returned, Exception):
-        values: list[Any] = [returned] * len(items)
+        error = returned
     elif isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
         fault = f"{source} returned {type(returned).__name__}, not one reward for each of {len(items)}."
-        values = [WorkflowError(fault, remedy)] * len(items)
+        error = WorkflowError(fault, remedy)
     else:
         values = list(returned)
         if len(values) != len(items):
-            fault = f"{source} returned {len(values)} rewards for {len(items)}."
-            values = [WorkflowError(fault, remedy)] * len(items)
+            error = WorkflowError(f"{source} returned {len(values)} rewards for {len(items)}.", remedy)
+    if error is not None:
+        values = [error] * len(items)
     return tuple(_scored(value, source, name, may_be_none=True) for value in values)
 
 
@@ -276,18 +281,23 @@ async def _call_function(fn: Callable[..., Any], args: Sequence[Any], timeout: f
     try:
         # The time-out begins inside: it does not include waiting for a thread.
         async with thread_or_none as thread, asyncio.timeout(timeout) as limit:
-            value = fn(*args) if thread is None else await thread.run(fn, *args)
+            if thread is None:
+                value = fn(*args)
+            else:
+                value = await thread.run(fn, *args)
             # A sync function may return an awaitable, for example a lambda around an async function.
             if inspect.isawaitable(value):
                 value = await await_cancellable(interruptible(value))
             return value
     except Exception as error:  # noqa: BLE001
-        if not isinstance(error, TimeoutError) or not limit.expired():
+        is_time_limit = isinstance(error, TimeoutError) and limit.expired()
+        if not is_time_limit:
             return error  # raised by the function, which may raise a TimeoutError of its own
         cause = f"{source} did not finish within {timeout:g} seconds"
-        details = "; ".join(getattr(error.__cause__, "__notes__", ()))
-        if details:
-            cause += f": {details}"
+        # The cancellation of a function in a thread has a note that says where the thread is (`AppThread.run`).
+        notes = getattr(error.__cause__, "__notes__", ())
+        if notes:
+            cause += f": {'; '.join(notes)}"
         timed_out = WorkflowError(
             f"{cause}.", "Find the slow part, or allow more time: .scorer(role, timeout=SECONDS)."
         )
@@ -321,8 +331,9 @@ def _scorer_failure(error: Exception, source: str) -> WorkflowError:
         return error
     if isinstance(error, Stopped) and isinstance(error.__cause__, Blocked):
         failure = WorkflowError(f"{source} {error.__cause__}.", REMEDY)
+    elif isinstance(error, Stopped):  # its text already describes the exception that it stands for
+        failure = WorkflowError(f"{source} raised {error}{error_origin(error)}.", "Fix the scorer.")
     else:
-        text = str(error) if isinstance(error, Stopped) else error_text(error)
-        failure = WorkflowError(f"{source} raised {text}{error_origin(error)}.", "Fix the scorer.")
+        failure = WorkflowError(f"{source} raised {error_text(error)}{error_origin(error)}.", "Fix the scorer.")
     failure.__cause__ = error
     return failure

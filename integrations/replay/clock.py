@@ -44,7 +44,7 @@ def install() -> None:
         in_seconds, in_ns = _clock_functions(name)
         setattr(time, name, in_seconds)
         setattr(time, f"{name}_ns", in_ns)
-        replace_everywhere(originals, (in_seconds, in_ns), own=True)
+        replace_everywhere(originals, (in_seconds, in_ns), only_application=True)
 
 
 def _clock_functions(name: str) -> tuple[Callable[[], float], Callable[[], int]]:
@@ -57,7 +57,7 @@ def _clock_functions(name: str) -> tuple[Callable[[], float], Callable[[], int]]
 
     @wraps(real_seconds)
     def in_seconds() -> float:
-        recorded = recorded_values_here(__name__, own=True)
+        recorded = recorded_values_here(__name__, only_application=True)
         if recorded is None:
             return real_seconds()
         values, place = recorded
@@ -65,7 +65,7 @@ def _clock_functions(name: str) -> tuple[Callable[[], float], Callable[[], int]]
 
     @wraps(real_ns)
     def in_ns() -> int:
-        recorded = recorded_values_here(__name__, own=True)
+        recorded = recorded_values_here(__name__, only_application=True)
         if recorded is None:
             return real_ns()
         values, place = recorded

@@ -120,7 +120,7 @@ async def open_records_run(
         notes = [
             *division_notes, *critic_notes, untrained_note, summary, *recorded.notes, split.note, choice_note
         ]  # fmt: skip
-        if unused := ", ".join(config.of_rollouts):
+        if unused := ", ".join(config.settings_for_rollouts):
             notes.append(f"not used, as recipe {config.recipe} runs no episode: {unused}")
 
         # Open the learner, and begin or continue the run.
