@@ -134,7 +134,9 @@ def readings(store: Store, where: str, viewer: str) -> dict[str, Callable[[], ob
         "list: rewarded low": lambda: store.figures().episode_lines(EpisodeFilters(low=0.9), 50),
         "list: count of all": lambda: store.figures().episode_count(newest),
         "list: a role": lambda: store.figures().episode_lines(EpisodeFilters(role="critic"), 50),
-        "search of a page": lambda: store.figures().holding("tester", store.figures().episode_ids(newest, 500), {}),
+        "search of a page": lambda: store.figures().episodes_with_text(
+            "tester", store.figures().episode_ids(newest, 500), {}
+        ),
         "tokens by role": lambda: store.figures().use(0),
         "tasks": lambda: store.figures().outcomes_by_task("trace", "lowest"),
         "records list": store.figures().apps,

@@ -386,10 +386,8 @@ class LiveEpisode:
         error: str | None = None,
         blame: FailureCause | None = None,
     ) -> Episode:
-        """Write the record of the episode to the sink, with its team rewards and their `feedback`. Returns the record.
-
-        Open calls are cancelled and recorded before it.
-        """
+        """Write the record of the episode to the sink, with its team rewards and their `feedback`. Open calls are
+        cancelled and recorded before it. Returns the record of the episode."""
         # Other threads may be writing the records of their calls: the episode's record must be the last.
         self.stop()
         with self._idle:

@@ -176,11 +176,10 @@ def storable(value: Any) -> Any:
 
 def clean(value: Any) -> Any:
     """A JSON value in a form that every reader of JSON accepts: long integers become texts, lone surrogates their
-    escapes, and NaN and infinities None.
-
-    Two adjacent halves of a surrogate pair become one character: two events of a stream may bring them separately.
-    """
+    escapes, and NaN and infinities None."""
     if isinstance(value, str):
+        # UTF-16 joins two adjacent halves of a surrogate pair to one character. Two events of a stream may have brought
+        # them separately.
         joined = value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
         return joined.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):

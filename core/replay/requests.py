@@ -49,15 +49,16 @@ def without_ids(messages: Sequence[Any]) -> list[Any]:
 
 
 def _without_ids(message: Mapping[str, Any], number_of: Callable[[Any], str]) -> dict[str, Any]:
-    """Remove the id of a message, and replace each id of a tool call in it with `number_of(id)`."""
+    """A copy of a message without its id, in which `number_of(id)` replaces each id of a tool call."""
     fields = {name: value for name, value in message.items() if name != "id"}
     if isinstance(fields.get("tool_calls"), list):
-        calls = []
+        numbered_calls = []
         for call in fields["tool_calls"]:
             if isinstance(call, Mapping) and isinstance(call.get("id"), str):
-                call = {**call, "id": number_of(call["id"])}
-            calls.append(call)
-        fields["tool_calls"] = calls
+                numbered_calls.append({**call, "id": number_of(call["id"])})
+            else:
+                numbered_calls.append(call)
+        fields["tool_calls"] = numbered_calls
     if isinstance(fields.get("tool_call_id"), str):
         fields["tool_call_id"] = number_of(fields["tool_call_id"])
     return fields

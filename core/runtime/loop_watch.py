@@ -104,7 +104,7 @@ class _Watch:
     @contextlib.contextmanager
     def watching(self, limit: asyncio.Timeout, seconds: float) -> Iterator[None]:
         """A block with an episode, in which the loop may be blocked for at most `seconds`. `limit` is the time-out of
-        the episode. The watching thread runs only while there is an episode."""
+        the episode. The thread that watches the loop begins with the first episode and ends with the last one."""
         if not self._limits:
             self._begin()
         self._limits[limit] = seconds

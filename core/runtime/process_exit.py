@@ -61,14 +61,15 @@ def _end_without_threads(status: int) -> None:
     Python would otherwise wait for them forever at the end of the process.
     """
     is_interrupted = status == INTERRUPTED
-    deadline = time.monotonic() + (0.1 if is_interrupted else GRACE)
+    grace = 0.1 if is_interrupted else GRACE
+    deadline = time.monotonic() + grace
     running = _running_threads()
     while running and time.monotonic() <= deadline:
         time.sleep(0.05)
         running = _running_threads()
     if not running:
         return
-    if not is_interrupted:
+    if not is_interrupted:  # after Ctrl-C, nobody expects them to have ended
         places = [f"{thread.name} at {thread_place(thread_frame(thread.ident))}" for thread in running[:3]]
         count = f"{len(running)} threads of the application still run"
         print_line(f"{count}, the process ends without them: {'; '.join(places)}.")

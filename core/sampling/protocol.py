@@ -267,11 +267,12 @@ class ChatFormat(Protocol):
         most: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of the prompt with the generation prompt. Raises SamplerError if it cannot be rendered, and
-        PromptTooLong if it has more than `most` tokens.
+        """The token ids of a prompt, up to the place at which the reply begins. Raises SamplerError if the chat
+        template fails, and PromptTooLong if the prompt has more than `most` tokens.
 
-        `earlier` are token paths of the same role, packed (`ids.pack_ids`). The prompt reuses the ids of the longest
-        path that it extends. `options` are variables for the template (`enable_thinking`, ...).
+        `earlier` are the packed token ids (`ids.pack_ids`) of earlier prompts of the role, with and without their
+        replies. The prompt reuses the ids of the longest one that it extends. `options` are variables for the template
+        (`enable_thinking`, ...).
         """
         ...
 

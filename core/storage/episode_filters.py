@@ -65,8 +65,13 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     def where(self) -> tuple[str, list[Any]]:
         """The WHERE clause over episodes, empty without conditions, and its parameters in order."""
         status_condition = "status = ?"
-        if self.status == "counted":  # no status of its own: all episodes except cancelled ones
+        if self.status == "counted":  # not a status: it stands for all episodes except cancelled ones
             status_condition = f"({COUNTED}) = (? = 'counted')"
+        solved_as_number = None
+        if self.solved == "yes":
+            solved_as_number = 1
+        elif self.solved == "no":
+            solved_as_number = 0
         conditions = {
             "phase = ?": self.phase,
             status_condition: self.status,
@@ -75,7 +80,7 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
             "EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND role = ?)": self.role,
             f"{_REWARDS} >= ?": self.low,
             f"{_REWARDS} <= ?": self.high,
-            f"coalesce({REPORTED}, CASE WHEN status = 'error' THEN 0 END) = ?": {"yes": 1, "no": 0}.get(self.solved),
+            f"coalesce({REPORTED}, CASE WHEN status = 'error' THEN 0 END) = ?": solved_as_number,
             f"id {AMONG}": None if self.ids is None else NameList.of(self.ids),
             "id < ?": self.before,
             "app = ?": self.app,
@@ -85,10 +90,10 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
         }
         clause, values = _where(conditions)
         if self.new is not None:
-            # Rows with a number above the first mark, up to the second one.
-            (episode, reward), (last_episode, last_reward) = self.new
+            # A mark has the numbers of the last episode and the last reward at that time.
+            (old_episode, old_reward), (last_episode, last_reward) = self.new
             clause = f"{clause} AND {_NEW}" if clause else f"WHERE {_NEW}"
-            values += [episode, last_episode, reward, last_reward, reward, last_reward]
+            values += [old_episode, last_episode, old_reward, last_reward, old_reward, last_reward]
         return clause, values
 
 

@@ -62,10 +62,12 @@ def write_note(file: Path, note: Note) -> Note | None:
     earlier one. Returns the note that was written. Raises OSError if the file cannot be written."""
     with rewriting(file):
         notes = read_notes(file)
-        notes.pop(note.id, None)
-        written = None
+        notes.pop(note.id, None)  # the new note is the last one in the file
+        new_note = None
         if note.score is not None or note.note:
-            written = notes[note.id] = msgspec.structs.replace(note, at=time.time())
+            new_note = msgspec.structs.replace(note, at=time.time())
+            notes[note.id] = new_note
         with whole_file(file) as out:
-            out.writelines(msgspec.json.encode(kept_note) + b"\n" for kept_note in notes.values())
-        return written
+            for line in map(msgspec.json.encode, notes.values()):
+                out.write(line + b"\n")
+        return new_note

@@ -62,17 +62,29 @@ def store_identity(address: Path | str) -> str:
         return without_password(address)
     parts = urlsplit(without_password(address))
     parameters = dict(parse_qsl(parts.query))
-    user, _, servers = parts.netloc.rpartition("@")
-    hosts = []
-    for server in (servers or parameters.get("host", "")).split(","):
+
+    # 1. The servers, each with its port.
+    user_and_password, _, servers = parts.netloc.rpartition("@")
+    if not servers:
+        servers = parameters.get("host", "")
+    hosts: list[str] = []
+    for server in servers.split(","):
+        host = server
         has_port = re.search(r":\d+$", server) is not None
-        host = server if has_port else f"{server}:{parameters.get('port', DEFAULT_PORT)}"
-        # The folder of a socket keeps its capital letters, unlike the name of a server.
-        hosts.append(host if host.startswith("/") else host.lower())
-    # Without a database name, PostgreSQL uses the name of the user.
-    name = unquote(parts.path.lstrip("/")) or parameters.get("dbname") or unquote(user.partition(":")[0])
-    further = [f"{key}={parameters[key]}" for key in ("service", "hostaddr", "options") if key in parameters]
-    return f"postgresql://{','.join(hosts)}/{name}?{'&'.join(further)}"
+        if not has_port:
+            host = f"{server}:{parameters.get('port', DEFAULT_PORT)}"
+        is_socket_folder = host.startswith("/")  # its capital letters matter, unlike those in the name of a server
+        hosts.append(host if is_socket_folder else host.lower())
+
+    # 2. The database. If the address does not name one, PostgreSQL uses the name of the user.
+    database = unquote(parts.path.lstrip("/"))
+    if not database:
+        user = unquote(user_and_password.partition(":")[0])
+        database = parameters.get("dbname") or user
+
+    # 3. Other parameters that decide which server and which tables are used.
+    identifying = [f"{key}={parameters[key]}" for key in ("service", "hostaddr", "options") if key in parameters]
+    return f"postgresql://{','.join(hosts)}/{database}?{'&'.join(identifying)}"
 
 
 def folder_of(address: Path | str) -> Path | None:

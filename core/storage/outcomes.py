@@ -37,8 +37,9 @@ def solved(reward_sum: str = REWARD_SUM) -> str:
     outcome is unknown: the infrastructure failed, or the episode reports neither success nor a reward. `reward_sum` is
     the expression for the sum of its rewards.
     """
-    return f"""CASE WHEN {IS_OUTCOME} THEN CASE WHEN status != 'ok' THEN 0
-        ELSE coalesce({REPORTED}, CASE WHEN {reward_sum} IS NOT NULL THEN 0 END) END END"""
+    zero_if_rewarded = f"CASE WHEN {reward_sum} IS NOT NULL THEN 0 END"
+    if_known = f"CASE WHEN status != 'ok' THEN 0 ELSE coalesce({REPORTED}, {zero_if_rewarded}) END"
+    return f"CASE WHEN {IS_OUTCOME} THEN {if_known} END"
 
 
 def failure_reward(on_failure: str) -> OnFailure:
@@ -66,16 +67,19 @@ def metric(value: object) -> float | None:
 def success_counts(where: str = "true") -> str:
     """A query for how many episodes of each phase solved their task, over the episodes that `where` chooses.
 
-    It has a row for each phase in which an episode reports `success`, with the columns phase, number of solved
-    episodes, number of counted episodes n, and the sum over tasks of the square of the task's n.
+    It has a row for each phase in which an episode reports `success`. The columns are the phase, the number of solved
+    episodes, the number n of episodes whose outcome is known, and the sum over tasks of the square of the task's n,
+    for the interval of the share (`SuccessCount`).
     """
-    # From the inside out: the result of each episode, then the sums of each task (good of n), then of each phase.
-    return f"""SELECT phase, CAST(sum(good) AS bigint), CAST(sum(n) AS bigint), CAST(sum(n * n) AS bigint) FROM (
-            SELECT phase, task, min(id) AS first, sum(solved) AS good, count(solved) AS n, count(reported) AS reports
-            FROM (SELECT id, phase, task, {solved()} AS solved, {REPORTED} AS reported FROM episodes
-                WHERE {where} AND phase IN (SELECT DISTINCT phase FROM episodes WHERE success IS NOT NULL)) AS found
-            GROUP BY phase, task) AS tasks
-        GROUP BY phase HAVING sum(reports) > 0 AND sum(n) > 0 ORDER BY min(first)"""
+    phases_with_success = "SELECT DISTINCT phase FROM episodes WHERE success IS NOT NULL"
+    # `solved` is NULL for an episode whose outcome is unknown, and `reported` for one that reports no `success`.
+    episodes = f"""SELECT id, phase, task, {solved()} AS solved, {REPORTED} AS reported FROM episodes
+        WHERE {where} AND phase IN ({phases_with_success})"""
+    tasks = f"""SELECT phase, task, min(id) AS first, sum(solved) AS n_solved, count(solved) AS n,
+        count(reported) AS n_reported FROM ({episodes}) AS found GROUP BY phase, task"""
+    return f"""SELECT phase, CAST(sum(n_solved) AS bigint), CAST(sum(n) AS bigint), CAST(sum(n * n) AS bigint)
+        FROM ({tasks}) AS tasks
+        GROUP BY phase HAVING sum(n_reported) > 0 AND sum(n) > 0 ORDER BY min(first)"""
 
 
 def outcome_means(on_failure: str) -> str:
@@ -88,17 +92,19 @@ def outcome_means(on_failure: str) -> str:
     if on_failure == "exclude":
         return f"""SELECT phase, name, avg(value), count(*) FROM {rewarded_episodes} WHERE status = 'ok'
             GROUP BY phase, name ORDER BY phase, name"""
+    # The mean is over the episodes with the reward and the failed episodes without it, which get this one instead: a
+    # number, or the column `lowest`.
     reward_of_failure = _value(on_failure, "lowest")
-    # `rewarded` are the episodes with the reward, and `failures` all failed episodes of a phase. `unrewarded` is the
-    # number of failed episodes without the reward.
+    rewarded = f"""SELECT phase, name, sum(value) AS total, count(*) AS n_rewarded,
+            count(*) FILTER (WHERE status = 'error') AS n_rewarded_failures,
+            coalesce(min(value) FILTER (WHERE status = 'ok' AND value < 0), 0) AS lowest
+        FROM {rewarded_episodes} WHERE {IS_OUTCOME} GROUP BY phase, name"""
+    failures = f"SELECT phase, count(*) AS n_failures FROM episodes WHERE {_FAILED} GROUP BY phase"
     return f"""
-        WITH rewarded AS (SELECT phase, name, sum(value) AS total, count(*) AS n,
-                                 count(*) FILTER (WHERE status = 'error') AS failed,
-                                 coalesce(min(value) FILTER (WHERE status = 'ok' AND value < 0), 0) AS lowest
-                          FROM {rewarded_episodes} WHERE {IS_OUTCOME} GROUP BY phase, name),
-             failures AS (SELECT phase, count(*) AS n FROM episodes WHERE {_FAILED} GROUP BY phase)
-        SELECT phase, name, (total + unrewarded * {reward_of_failure}) / (n + unrewarded), n + unrewarded
-        FROM (SELECT rewarded.*, coalesce(failures.n, 0) - failed AS unrewarded
+        WITH rewarded AS ({rewarded}), failures AS ({failures})
+        SELECT phase, name, (total + n_unrewarded * {reward_of_failure}) / (n_rewarded + n_unrewarded),
+            n_rewarded + n_unrewarded
+        FROM (SELECT rewarded.*, coalesce(n_failures, 0) - n_rewarded_failures AS n_unrewarded
               FROM rewarded LEFT JOIN failures ON failures.phase = rewarded.phase) AS found
         ORDER BY phase, name"""
 

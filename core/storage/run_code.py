@@ -71,12 +71,14 @@ def orders_of_run(path: Path, described: Mapping[str, Any]) -> FolderOrders:
     """The orders of a run folder: its settings that choose code or addresses. `described` is the content of its
     run.json."""
     path = path.absolute()
-    present_config: Mapping[str, Any] = {}
+    # The folder may have moved together with the application. Then the files have other paths than in run.json.
     written_config: Mapping[str, Any] = {}
+    config_with_present_paths: Mapping[str, Any] = {}
     if isinstance(described.get("config"), Mapping):
-        present_config = placed_config(described, path)
         written_config = described["config"]
-    current = _orders_in_config(known_workflow(described, path), present_config, described)
+        config_with_present_paths = placed_config(described, path)
+    workflow_with_present_path = known_workflow(described, path)
+    current = _orders_in_config(workflow_with_present_path, config_with_present_paths, described)
     as_written = _orders_in_config(described.get("workflow"), written_config, described)
     return FolderOrders(path, current, as_written)
 
@@ -89,19 +91,25 @@ def _orders_in_config(workflow: str | None, config: Mapping[str, Any], described
     """
     orders = {"workflow": workflow} if workflow else {}
     tables = [("", config)]
-    for number, table in enumerate(config.get("policy") or ()):
-        tables.append((f"policy.{number}.", table))
+    for number, policy_table in enumerate(config.get("policy") or ()):
+        tables.append((f"policy.{number}.", policy_table))
     for prefix, table in tables:
         for name, value in leaves(table):
-            last_part = name.rpartition(".")[2]
-            names_code_or_server = last_part in _FUNCTION_OR_SERVER and ":" in str(value)
-            if name.startswith(_ORDERING_TABLES) or names_code_or_server:
+            if _is_order(name, value):
                 orders[prefix + name] = WITHHELD if is_withheld(name) else str(value)
-            elif name == "cluster.address" and value == "auto":  # has no colon, but the environment names a cluster
-                orders[prefix + name] = value
     if orders and (folder := described.get("folder")):
         orders[FOLDER] = str(folder)
     return orders
+
+
+def _is_order(name: str, value: Any) -> bool:
+    """Whether a setting chooses code or an address. `name` is its dotted name."""
+    if name.startswith(_ORDERING_TABLES):
+        return True
+    if name == "cluster.address" and value == "auto":  # Ray takes the address from the environment
+        return True
+    last_part = name.rpartition(".")[2]
+    return last_part in _FUNCTION_OR_SERVER and ":" in str(value)
 
 
 def remember_orders(orders: FolderOrders) -> None:
@@ -148,11 +156,12 @@ def check_trusted(orders: FolderOrders, used: Collection[str]) -> bool:
     if is_trusted(orders):
         return True
     untrusted = {name: value for name, value in orders.current.items() if name in used}
-    if untrusted:
-        if FOLDER in orders.current:
-            untrusted[FOLDER] = orders.current[FOLDER]
-        raise UntrustedFolderError(orders.folder, untrusted, orders)
-    return False
+    if not untrusted:
+        return False
+    # The user must also see from which folder modules would be imported, because that decides which code runs.
+    if FOLDER in orders.current:
+        untrusted[FOLDER] = orders.current[FOLDER]
+    raise UntrustedFolderError(orders.folder, untrusted, orders)
 
 
 def open_run_code(
@@ -171,12 +180,17 @@ def open_run_code(
     UntrustedFolderError if it is not trusted and the command would follow one of its orders.
     """
     path = Path(path).absolute()
-    described = read_run_json(path) if described is None else described
+    if described is None:
+        described = read_run_json(path)
     orders = orders_of_run(path, described)
-    used = [name for name in orders.current if name not in (*set_by_user, FOLDER)]
-    if only is not None:
-        used = [name for name in used if name in only or name.rpartition(".")[2] in only]
-    trusted = check_trusted(orders, used)
+    followed: list[str] = []
+    for name in orders.current:
+        if name in set_by_user or name == FOLDER:
+            continue
+        last_part = name.rpartition(".")[2]
+        if only is None or name in only or last_part in only:
+            followed.append(name)
+    trusted = check_trusted(orders, followed)
     if trusted:
         import_from(described.get("folder"))
     return trusted

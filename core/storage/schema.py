@@ -179,7 +179,7 @@ def encode(records: Sequence[Record], stored_ids: Container[str]) -> tuple[list[
         if isinstance(record, CallRecord):
             table = "calls"
             row = _call_row(record)
-            *_, body, candidates, token_ids, _logprobs = row
+            *_, body, candidates, token_ids, _logprobs = row  # the last columns are the long ones
             size += len(body) + len(candidates) + len(token_ids)
         elif isinstance(record, RewardRecord):
             table = "rewards"
@@ -193,7 +193,7 @@ def encode(records: Sequence[Record], stored_ids: Container[str]) -> tuple[list[
             row = _episode_row(record)
             *_, body, _metrics = row
             size += len(body)
-        elif record.id in stored_ids:
+        elif record.id in stored_ids:  # a message or a segment
             continue
         elif isinstance(record, Message):
             # Only a content in parts can hold images. Most contents are texts and need no search.
@@ -305,40 +305,40 @@ def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: byt
     If `token_ids` is None, the call is lean: its candidates have the right numbers of token ids, but not the ids, and
     only the beginning of texts and tool calls.
     """
-    # Each array has the values of all candidates, one after another.
+    # These columns have the values of all candidates, one after another.
     is_lean = token_ids is None
-    all_ids = () if token_ids is None else unpack_ids(token_ids)
-    all_logprobs: Any = array("f", logprobs) if is_lean else struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
+    all_ids: tuple[int, ...] = ()
+    all_logprobs: Any
+    if token_ids is None:
+        all_logprobs = array("f", logprobs)  # takes less memory than a tuple
+    else:
+        all_ids = unpack_ids(token_ids)
+        all_logprobs = struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
+
     decoded: list[Candidate] = []
-    ids_start = logprobs_start = 0
+    ids_start = 0
+    logprobs_start = 0
     for stored in _stored.decode(candidates):
         ids_end = ids_start + stored.tokens
         logprobs_end = logprobs_start + stored.logprobs
-        text = stored.text
-        message = stored.message
-        shown = stored.shown
-        candidate_ids = all_ids[ids_start:ids_end]
-        if is_lean:  # readers only ask whether there is a text or a tool call, and how many tokens there are
-            tool_calls = message.get("tool_calls")
-            text = text[:1]
-            message = {"tool_calls": tool_calls[:1]} if tool_calls else {}
-            shown = None
-            candidate_ids = cast(tuple[int, ...], range(stored.tokens))
         candidate = Candidate(
             index=stored.index,
-            text=text,
-            message=message,
-            token_ids=candidate_ids,
+            text=stored.text,
+            message=stored.message,
+            token_ids=all_ids[ids_start:ids_end],
             logprobs=all_logprobs[logprobs_start:logprobs_end],
             finish_reason=stored.finish_reason,
             malformed=stored.malformed,
-            shown=shown,
+            shown=stored.shown,
             stop=stored.stop,
         )
+        if is_lean:
+            candidate = _lean_candidate(candidate, n_tokens=stored.tokens)
         ids_start = ids_end
         logprobs_start = logprobs_end
         decoded.append(candidate)
-    if (not is_lean and ids_start != len(all_ids)) or logprobs_start != len(all_logprobs):
+    has_other_ids = not is_lean and ids_start != len(all_ids)
+    if has_other_ids or logprobs_start != len(all_logprobs):
         raise ValueError("the arrays have other lengths than the candidates")
     call = _with_valid_times(_calls.decode(body))
     if not (0 <= call.step < 1 << 31 and 0 <= call.turn < 1 << 31):
@@ -346,6 +346,15 @@ def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: byt
     if decoded and call.chosen is not None and not 0 <= call.chosen < len(decoded):
         raise ValueError("no candidate is the chosen one")
     return replace(call, candidates=tuple(decoded))
+
+
+def _lean_candidate(candidate: Candidate, n_tokens: int) -> Candidate:
+    """A candidate without the content that takes memory. It shows only whether there is a text or a tool call, and how
+    many tokens there are."""
+    tool_calls = candidate.message.get("tool_calls")
+    message = {"tool_calls": tool_calls[:1]} if tool_calls else {}
+    stand_in_ids = cast(tuple[int, ...], range(n_tokens))
+    return replace(candidate, text=candidate.text[:1], message=message, shown=None, token_ids=stand_in_ids)
 
 
 def episode_from(body: str, metrics: str) -> Episode:
@@ -357,8 +366,12 @@ def episode_from(body: str, metrics: str) -> Episode:
     if metrics == "{}":
         return episode
     reported = msgspec.convert(json.loads(metrics), dict[str, Any])
-    numbers = {name: number for name, value in reported.items() if (number := metric(value)) is not None}
-    "".join(numbers).encode()  # raises for names that are not valid text
+    numbers: dict[str, float] = {}
+    for name, value in reported.items():
+        number = metric(value)
+        if number is not None:
+            name.encode()  # raises ValueError for half of a surrogate pair, which later JSON could not hold
+            numbers[name] = number
     return replace(episode, metrics=numbers)
 
 

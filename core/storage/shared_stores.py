@@ -122,11 +122,14 @@ def release_store(address: str) -> None:
         if not is_paused:  # it cannot let other processes write while it is open
             store.close()
             return
+
+        # The paused store is the last one in the dictionary, in which unused stores are in the order of their last use.
         shared.unused_since = time.monotonic()
-        _stores.by_address[address] = shared  # as the last one: unused stores are in the order of their last use
+        _stores.by_address[address] = shared
         unused_addresses = [name for name, other in _stores.by_address.items() if not other.users]
         if len(unused_addresses) > MOST_UNUSED:
-            _stores.by_address.pop(unused_addresses[0]).store.close()
+            least_recently_used = _stores.by_address.pop(unused_addresses[0])
+            least_recently_used.store.close()
         _start_closer()
 
 

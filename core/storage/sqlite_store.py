@@ -83,9 +83,9 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 if is_file_error(error):
                     raise unusable(self.path, error) from error
-                if not is_value_error(error):
+                if not is_value_error(error):  # the query itself is wrong
                     raise
-        # A value is not text. Read again, with replacement characters in place of the broken ones.
+        # A value in the file is not valid text. Read again, with replacement characters in place of the broken ones.
         try:
             with contextlib.closing(replace_broken_texts(connect_reader(self.path))) as db:
                 return db.execute(sql, parameters).fetchall()

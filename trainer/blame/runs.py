@@ -407,7 +407,7 @@ class Runs:
             return  # Without a complete record the run cannot be repeated, and has no second outcome.
         flow = replace(self.workflow, prompts=self.references.prompts(OWN))
         # The script answers every call, so no responder answers new ones.
-        flow, responder = repeat_episode(flow, Replay(script=script), others=None)
+        flow, responder = repeat_episode(flow, Replay(script=script), responder_of_new_calls=None)
         options = EpisodeOptions(
             phase=RESCORED,
             timeout=self.options.timeout,

@@ -27,7 +27,7 @@ from cotune.storage.sql.owners import episodes_with_keys
 T = TypeVar("T")
 Default = TypeVar("Default")
 _STEP = "CAST(training_step AS INTEGER)"
-_TIMES = "count(*) FILTER (WHERE status = '{}')"
+_COUNT_OF_STATUS = "count(*) FILTER (WHERE status = '{}')"
 _LIKE = "LIKE ? ESCAPE '\\'"
 NO_END = "NOT EXISTS (SELECT 1 FROM episodes WHERE id = found.episode)"
 """The condition that an episode of the subquery `found` has no end."""
@@ -250,8 +250,8 @@ class Figures:
     def outcomes_by_task(self, phase: str, on_failure: str) -> tuple[str, list[TaskOutcome]]:
         """The name of the outcome and its rows by task: `success` if an episode of the phase reports it, else `reward`,
         the sum of the components."""
-        # `ALL_OWN` joins the sum of each episode's rewards as the column `own`.
-        measure, value = self._outcome_expression(phase, on_failure, "own")
+        reward_sum = "own"  # the column that the join `ALL_OWN` adds
+        measure, value = self._outcome_expression(phase, on_failure, reward_sum)
         rows = self.rows(
             f"""SELECT task, count(*), avg(v), min(v), max(v) FROM (
                 SELECT task, {value} AS v FROM episodes {ALL_OWN} WHERE phase = ? AND {COUNTED}) AS found
@@ -316,18 +316,20 @@ class Figures:
         return self.rows(f"SELECT {_LAST_NUMBER.format('calls')}, {_LAST_NUMBER.format('episodes')}")[0]
 
     def episodes_by_phase(self) -> list[PhaseCount]:
-        """Phases in the order of their first episodes."""
+        """Counts of the episodes of each phase, in the order of the phases' first episodes."""
+        n_ok, n_failed, n_cancelled = map(_COUNT_OF_STATUS.format, ("ok", "error", "cancelled"))
         rows = self.rows(
-            f"""SELECT phase, count(*), {_TIMES.format("ok")}, {_TIMES.format("error")}, {_TIMES.format("cancelled")},
+            f"""SELECT phase, count(*), {n_ok}, {n_failed}, {n_cancelled},
                 count(DISTINCT task), count(DISTINCT training_step), avg(latency)
             FROM episodes GROUP BY phase ORDER BY min(id)"""
         )
         return [PhaseCount(*row) for row in rows]
 
     def use(self, after: int) -> tuple[int, list[RoleUse]]:
-        """Sums over the calls with numbers (rowid) above `after`, for each role and model. With 0, all calls count.
+        """The number, tokens and seconds of new calls, summed for each role and model. Calls are numbered as they are
+        stored (rowid); new ones have a number above `after`. With 0, all calls are new.
 
-        Returns the number to pass as `after` next time, and the rows in the order of their first calls.
+        Returns the number to pass as `after` next time, and the sums in the order of the first calls.
         """
         rows = self.rows(
             f"""SELECT (SELECT max(rowid) FROM calls), role, model, count(*), count(*) FILTER (WHERE status != 'ok'),
@@ -385,7 +387,7 @@ class Figures:
         return [CallCount(*row) for row in rows]
 
     def apps(self) -> list[AppCount]:
-        """Applications by name."""
+        """Counts of the episodes of each application, by the name of the application."""
         rows = self.rows(
             """SELECT app, count(*), count(*) FILTER (WHERE status = 'ok'), sum(calls), min(started), max(started),
                 count(*) FILTER (WHERE EXISTS (SELECT 1 FROM rewards WHERE target = episodes.id))
@@ -462,11 +464,13 @@ class Figures:
         return [id for (id,) in self.rows(sql, (*parameters, limit))]
 
     def episode_lines(self, filters: EpisodeFilters, limit: int, order: str = "", start: int = 0) -> list[EpisodeLine]:
-        """The finished episodes that match, in an order of `episode_filters.ORDERS`, from number `start` on."""
+        """A page of the finished episodes that match: at most `limit`, after the first `start` ones. `order` is a key
+        of `episode_filters.ORDERS`."""
         where, parameters = filters.where()
+        _, order_in_sql = ORDERS[order]
         rows = self.rows(
             f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}, blame
-            FROM episodes {where} ORDER BY {ORDERS[order][1]} LIMIT ? OFFSET ?""",
+            FROM episodes {where} ORDER BY {order_in_sql} LIMIT ? OFFSET ?""",
             (*parameters, limit, start),
         )
         return [EpisodeLine(*row) for row in rows]
@@ -481,17 +485,18 @@ class Figures:
                 WHERE latest.episode = episodes.id AND latest.status = 'ok' AND latest.drawn > 0
                 ORDER BY latest.step DESC LIMIT 1)
             WHERE episodes.id {AMONG}"""
-        for id, body, call, candidates in self.rows(sql, (NameList.of(episodes),)):
-            stored = _decode_json(body, _EpisodeTask, None)
-            chosen = _decode_json(call, _ChosenIndex, _ChosenIndex()).chosen
+        for id, episode_body, call_body, candidates in self.rows(sql, (NameList.of(episodes),)):
+            # Broken JSON is read as an episode without a task, or a call without an answer.
+            episode = _decode_json(episode_body, _EpisodeTask, None)
+            task_input = episode.task.input if episode else None
+            chosen_index = _decode_json(call_body, _ChosenIndex, _ChosenIndex()).chosen
             message = None
             for answer in _decode_json(candidates, list[_Answer], []):
-                if answer.index != chosen:
-                    continue
-                message = answer.message
-                if not message.get("content"):
-                    message = {**message, "content": answer.text}
-            inputs_and_answers[str(id)] = (stored.task.input if stored else None, message)
+                if answer.index == chosen_index:
+                    message = answer.message
+                    if not message.get("content"):
+                        message = {**message, "content": answer.text}
+            inputs_and_answers[str(id)] = (task_input, message)
         return inputs_and_answers
 
     def call_ids(self, before: str, limit: int) -> list[str]:
@@ -505,11 +510,13 @@ class Figures:
     def call_lines(self, calls: Sequence[str], filters: CallFilters) -> list[CallLine]:
         """The calls among `calls` that match the filters, the newest first."""
         where, parameters = filters.where()
+        is_wanted = f"calls.id {AMONG}"
+        condition = f"{where} AND {is_wanted}" if where else f"WHERE {is_wanted}"
         rows = self.rows(
             f"""SELECT calls.id, episode, step, role, turn, calls.status, task, phase, {_STEP},
                 prompt_tokens, completion_tokens, calls.latency, coalesce(policy || '@' || version, model)
             FROM calls LEFT JOIN episodes ON episodes.id = calls.episode
-            {f"{where} AND" if where else "WHERE"} calls.id {AMONG} ORDER BY calls.id DESC""",
+            {condition} ORDER BY calls.id DESC""",
             (*parameters, NameList.of(calls)),
         )
         return [CallLine(*row) for row in rows]
@@ -578,50 +585,54 @@ class Figures:
 
     # Search
 
-    def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> dict[str, str]:
+    def episodes_with_text(
+        self, text: str, episodes: Sequence[str], text_in_message: dict[str, bool]
+    ) -> dict[str, str]:
         """Search a text in episodes: in messages, answers, errors, feedback and the task's input.
 
-        Returns the episodes that hold it, each with the id of a call that holds it; the id is empty if the text is in
-        the episode's own fields or feedback. `verdicts` remembers which messages hold the text: pass the same
-        dictionary in the next search for it.
+        Returns the ids of the episodes that have it, each with the id of a call that has it. The id of the call is
+        empty if the text is in the episode's own fields or feedback. `text_in_message` says whether a message has the
+        text, for messages that were searched: pass the same dictionary in the next search for this text.
         """
         names = NameList.of(episodes)
         wanted = _ascii_lower(text)
         json_pattern, plain_pattern = _patterns(text)
-        hits: dict[str, str] = {}
+        call_of_episode: dict[str, str] = {}
 
         # 1. The episodes themselves. LIKE also finds keys in their JSON, so the values are searched again.
         sql = f"SELECT id, body FROM episodes WHERE id {AMONG} AND body {_LIKE}"
         for id, body in self.rows(sql, (names, json_pattern)):
             if _json_holds(body, wanted):
-                hits[str(id)] = ""
+                call_of_episode[str(id)] = ""
 
         # 2. Feedback on the episodes.
         for (id,) in self.rows(f"{_FEEDBACK_TARGETS} {AMONG}", (plain_pattern, names)):
-            hits[str(id)] = ""
+            call_of_episode[str(id)] = ""
 
         # 3. The calls of the other episodes.
-        for episode, call in self._calls_holding(text, "episode", episodes, verdicts, hits):
-            hits.setdefault(episode, call)
-        return hits
+        calls = self._search_calls(text, "episode", episodes, text_in_message, finished=call_of_episode)
+        for episode, call in calls:
+            call_of_episode.setdefault(episode, call)  # the first call is enough
+        return call_of_episode
 
-    def calls_holding(self, text: str, calls: Sequence[str], verdicts: dict[str, bool]) -> set[str]:
-        """The calls among `calls` that hold a text in a message, an answer, an error or feedback."""
-        return {call for _, call in self._calls_holding(text, "id", calls, verdicts)}
+    def calls_with_text(self, text: str, calls: Sequence[str], text_in_message: dict[str, bool]) -> set[str]:
+        """The calls among `calls` that have a text in a message, an answer, an error or feedback. For
+        `text_in_message` see `episodes_with_text`."""
+        return {call for _, call in self._search_calls(text, "id", calls, text_in_message)}
 
-    def _calls_holding(
+    def _search_calls(
         self,
         text: str,
         column: Literal["id", "episode"],
         ids: Sequence[str],
-        verdicts: dict[str, bool],
-        hits: Container[str] = (),
+        text_in_message: dict[str, bool],
+        finished: Container[str] = (),
     ) -> Iterator[tuple[str, str]]:
-        """Search a text in calls. Yields the episode and the id of each call that holds it.
+        """Search a text in calls. Yields the episode and the id of each call that has it.
 
         `ids` are the ids of the calls to search, or with `column` "episode", of their episodes. Then one call of each
-        episode is enough, and the episodes in `hits` are not searched. `verdicts` remembers which messages hold the
-        text. Calls with the text in an answer, an error or feedback come before the calls with it in a message.
+        episode is enough, and the episodes in `finished` are not searched. Calls with the text in an answer, an error
+        or feedback come before the calls with it in a message.
         """
         names = NameList.of(ids)
         wanted = _ascii_lower(text)
@@ -630,7 +641,7 @@ class Figures:
         # 1. Feedback. It is given to candidates, whose ids are the call's id, "." and a number.
         feedback = f"{_FEEDBACK_TARGETS} > calls.id || '.' AND target < calls.id || '/'"
         sql = f"SELECT id FROM calls WHERE {column} {AMONG} AND EXISTS ({feedback})"
-        in_feedback = {id for (id,) in self.rows(sql, (names, plain_pattern))}
+        calls_with_feedback_hit = {id for (id,) in self.rows(sql, (names, plain_pattern))}
 
         # 2. Errors and answers. SQL searches the JSON texts, which is quick but also finds keys. Then the values of the
         #    hits are searched.
@@ -639,33 +650,42 @@ class Figures:
         messages_of_calls: dict[tuple[str, str], Sequence[str]] = {}
         episodes_with_hit: set[str] = set()
         for episode, id, body, answers in self.rows(sql, (json_pattern, names)):
-            if column == "episode" and (episode in hits or episode in episodes_with_hit):
+            if column == "episode" and (episode in finished or episode in episodes_with_hit):
                 continue
             call = _decode_json(body, _SearchedCall, _SearchedCall())
-            in_error = wanted in _ascii_lower(call.error or "")
-            if id in in_feedback or in_error or (answers and _json_holds(answers, wanted)):
+            is_hit = id in calls_with_feedback_hit or wanted in _ascii_lower(call.error or "")
+            if not is_hit and answers:
+                is_hit = _json_holds(answers, wanted)
+            if is_hit:
                 episodes_with_hit.add(episode)
                 yield str(episode), str(id)
             else:
                 messages_of_calls[str(episode), str(id)] = call.messages
 
-        # 3. The messages of the other calls. Each message is searched once, however many calls have it.
+        # 3. The messages of the other calls.
         if column == "episode":
             for episode, call_id in list(messages_of_calls):
                 if episode in episodes_with_hit:
                     del messages_of_calls[episode, call_id]
-        messages_to_search: set[str] = set()
+        message_ids: set[str] = set()
         for messages in messages_of_calls.values():
-            messages_to_search.update(messages)
-        for part in in_parts(messages_to_search - verdicts.keys()):
+            message_ids.update(messages)
+        self._search_messages(message_ids - text_in_message.keys(), wanted, json_pattern, text_in_message)
+        for (episode, call_id), messages in messages_of_calls.items():
+            if any(text_in_message[message] for message in messages):
+                yield episode, call_id
+
+    def _search_messages(
+        self, ids: Iterable[str], wanted: str, json_pattern: str, text_in_message: dict[str, bool]
+    ) -> None:
+        """Search a text in messages, and enter in `text_in_message` whether each has it. `wanted` is the text in lower
+        case, and `json_pattern` its pattern for LIKE."""
+        for part in in_parts(ids):
             marks = ",".join("?" * len(part))
             sql = f"SELECT id, body FROM messages WHERE id IN ({marks}) AND body {_LIKE}"
-            verdicts.update(dict.fromkeys(part, False))
+            text_in_message.update(dict.fromkeys(part, False))
             for id, body in self.rows(sql, (*part, json_pattern)):
-                verdicts[id] = _json_holds(body, wanted)
-        for (episode, call_id), messages in messages_of_calls.items():
-            if any(verdicts[message] for message in messages):
-                yield episode, call_id
+                text_in_message[id] = _json_holds(body, wanted)
 
 
 def _patterns(text: str) -> tuple[str, str]:

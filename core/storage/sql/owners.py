@@ -116,34 +116,40 @@ def join_keys(execute: Execute, tables: Tables) -> None:
     A key is a name that an application gives to an episode, for example the number of an order. New rewards are copied
     to stored and to new episodes, stored rewards only to new episodes.
     """
-    # 1. The new episodes by the target that stands for their key.
+    # 1. Find the new episodes of each key. Rewards name a key by a target of their own (`key_target`).
     new_episodes: dict[str, list[str]] = {}
     for row in tables["episodes"]:
-        if row[_KEY]:
-            target = key_target(row[AT["episodes"]], row[_KEY])
-            new_episodes.setdefault(target, []).append(row[0])
+        id = row[0]
+        app = row[AT["episodes"]]
+        key = row[_KEY]
+        if key:
+            new_episodes.setdefault(key_target(app, key), []).append(id)
 
-    # 2. All episodes, new and stored, of each key with a new reward. The first column of a reward is its target.
-    targets: set[str] = set()
+    # 2. Find all episodes, new and stored, of each key with a new reward.
+    targets_of_keys: set[str] = set()
     for table in _REWARDS:
-        targets.update(row[0] for row in tables[table] if row[0].startswith(KEY))
-    episodes_of_target = {target: set(new_episodes.get(target, ())) for target in targets}
+        targets = [row[0] for row in tables[table]]
+        targets_of_keys.update(target for target in targets if target.startswith(KEY))
+    episodes_of_target = {target: set(new_episodes.get(target, ())) for target in targets_of_keys}
     keys_of_app: dict[str, list[str]] = {}
-    for target in targets:
+    for target in targets_of_keys:
         app = key_app(target)
-        keys_of_app.setdefault(app, []).append(target.removeprefix(key_target(app, "")))
+        key = target.removeprefix(key_target(app, ""))
+        keys_of_app.setdefault(app, []).append(key)
     for app, keys in keys_of_app.items():
         for key, id in episodes_with_keys(execute, "key, id", app, keys):
             episodes_of_target[key_target(app, key)].add(id)
 
-    # 3. A copy of each reward for each of its episodes.
+    # 3. Copy each new reward to all of its episodes, and each stored reward to the new ones. A copy has the episode as
+    #    its target, and the same other columns.
     for table in _REWARDS:
         rows = tables[table]
         columns = ", ".join(COLUMNS[table])
         new_rewards = [row for row in rows if row[0].startswith(KEY)]
         for target, *other_columns in new_rewards:
             rows += [[id, *other_columns] for id in episodes_of_target[target]]
-        for target, *other_columns in among(execute, f"SELECT {columns} FROM {table}", "target", new_episodes):
+        stored_rewards = among(execute, f"SELECT {columns} FROM {table}", "target", new_episodes)
+        for target, *other_columns in stored_rewards:
             rows += [[id, *other_columns] for id in new_episodes[target]]
 
 

@@ -207,10 +207,10 @@ def connect_writer(path: Path) -> sqlite3.Connection:
             db.execute("PRAGMA page_size = 8192")
             db.execute("PRAGMA journal_mode = WAL")
             db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
-        db.executescript(_KEEP_NUMBERS)
+        db.executescript(_KEEP_NUMBERS)  # row numbers are not given twice
         db.execute("PRAGMA synchronous = NORMAL")
-        db.execute("PRAGMA wal_autocheckpoint = 2000")
-        db.execute("PRAGMA cache_size = -8000")
+        db.execute("PRAGMA wal_autocheckpoint = 2000")  # pages of the log, before they are moved into the file
+        db.execute("PRAGMA cache_size = -8000")  # KiB
     except (sqlite3.Error, UnicodeDecodeError) as error:
         db.close()
         raise unusable(path, error) from error

@@ -111,8 +111,8 @@ class Transactions:
     def load(self, table: str, rows: Sequence[Row]) -> int:
         """Insert rows that another store has. Returns the number of rows that could not be stored.
 
-        Rewards are inserted even if their group has been trained on. Of the rewards with one name, the latest is in the
-        table, and the others are in the table `replaced`.
+        Rewards are inserted even if their group has been trained on. If a target has several rewards with the same
+        name, the table gets the latest, and the table `replaced` gets the others.
         """
         new_rows: list[list[Any]] = [list(row) for row in rows]
         replaced: dict[tuple[Any, ...], list[Any]] = {}
@@ -131,41 +131,47 @@ class Transactions:
         are cut into lists, one for each row; the others are inserted as they are.
         """
         written = WrittenRows()
-        rows = {table: _rows(table, tables[table]) for table in ("rewards", "feedback")}
+        rows_of_table = {table: _rows(table, tables[table]) for table in ("rewards", "feedback")}
 
         # 1. Records that name an application are left out if it does not own the episode.
         names_app = False
-        for table, column in AT.items():
-            names_app = names_app or any(tables[table][column :: WIDTHS[table]])
+        for table, app_column in AT.items():
+            app_of_each_row = tables[table][app_column :: WIDTHS[table]]
+            names_app = names_app or any(app_of_each_row)
         if names_app:
-            rows |= {table: _rows(table, tables[table]) for table in ("calls", "episodes")}
-            all_rows = {table: [*rows[table]] for table in rows}
-            written.counted["foreign"] = leave_out_others(self._db.execute, rows)
+            rows_of_table["calls"] = _rows("calls", tables["calls"])
+            rows_of_table["episodes"] = _rows("episodes", tables["episodes"])
+            all_rows = {table: list(rows) for table, rows in rows_of_table.items()}
+            written.counted["foreign"] = leave_out_others(self._db.execute, rows_of_table)
             if written.counted["foreign"]:
-                for table in rows:
-                    written.leave_out("foreign", table, all_rows[table], rows[table])
+                for table, rows in rows_of_table.items():
+                    written.leave_out("foreign", table, all_rows[table], rows)
 
         # 2. Rewards for a key of the application are copied to the episodes with this key.
-        if names_app or any(row[0].startswith(KEY) for row in rows["rewards"] + rows["feedback"]):
-            rows.setdefault("episodes", _rows("episodes", tables["episodes"]))
-            join_keys(self._db.execute, rows)
+        targets = [row[0] for row in rows_of_table["rewards"] + rows_of_table["feedback"]]
+        if names_app or any(target.startswith(KEY) for target in targets):
+            rows_of_table.setdefault("episodes", _rows("episodes", tables["episodes"]))
+            join_keys(self._db.execute, rows_of_table)
 
-        # 3. Rewards whose group has been trained on are refused. Of the others, the latest of each name is stored.
+        # 3. Rewards and texts whose group has been trained on are refused. Of the others, the latest of each name is
+        #    stored in its table, and the rest in the table `replaced`.
         replaced: dict[tuple[Any, ...], list[Any]] = {}
-        if rows["rewards"] or rows["feedback"]:
-            for table in ("rewards", "feedback"):
-                admitted = self._admit(rows[table]) if self.any_closed else rows[table]
-                if len(admitted) < len(rows[table]):
-                    written.leave_out("refused", table, rows[table], admitted)
-                    if table == "rewards":
-                        written.counted["refused"] += len(rows[table]) - len(admitted)
-                rows[table] = self._latest(table, admitted, replaced)
-        rows["replaced"] = [*replaced.values()]
+        for table in ("rewards", "feedback"):
+            rows = rows_of_table[table]
+            admitted = self._admit(rows) if self.any_closed else rows
+            if len(admitted) < len(rows):
+                written.leave_out("refused", table, rows, admitted)
+                if table == "rewards":  # a text comes with its reward, which is counted
+                    written.counted["refused"] += len(rows) - len(admitted)
+            rows_of_table[table] = self._latest(table, admitted, replaced)
+        rows_of_table["replaced"] = list(replaced.values())
 
-        # 4. Insert what remains.
-        for table, values in {**tables, "replaced": []}.items():
-            remaining = _values(rows[table]) if table in rows else values
-            broken = self._insert(table, remaining)
+        # 4. Insert the remaining rows.
+        for table, all_values in {**tables, "replaced": []}.items():
+            values = all_values
+            if table in rows_of_table:
+                values = _values(rows_of_table[table])
+            broken = self._insert(table, values)
             written.leave_out("lost", table, broken, [])
             written.counted["lost"] += len(broken)
         return written
@@ -192,32 +198,31 @@ class Transactions:
         return []
 
     def _latest(self, table: str, rows: list[list[Any]], replaced: dict[tuple[Any, ...], list[Any]]) -> list[list[Any]]:
-        """The rows to store of new `rows` of rewards, or of their texts: the latest one for each target and name, if it
-        is not stored yet.
+        """Of new `rows` of rewards, or of their texts, the rows to store: the latest one for each target and name, if
+        it is not stored yet.
 
         Older rows, stored or new, are added to `replaced`, which has the rows of the table `replaced` by target, name
         and time.
         """
-        time = COLUMNS[table].index("at")
+        time_column = COLUMNS[table].index("at")
         stored: dict[tuple[str, str], list[Any]] = {}
-        latest: dict[tuple[str, str], list[Any]] = {}
         sql = f"SELECT {', '.join(COLUMNS[table])} FROM {table}"
-        for row in among(self._db.execute, sql, "target", [row[0] for row in rows]):
-            if isinstance(row[time], float | int):  # another type is a broken row
-                stored[row[0], row[1]] = list(row)
-        for new in rows:
-            target, name = new[:2]
-            newer = new
-            older = latest.get((target, name)) or stored.get((target, name))
-            if older is not None and newer[time] < older[time]:
-                older, newer = newer, older
-            if older is not None and older[time] != newer[time]:
-                # A reward and its text are replaced together. They share a row of `replaced`, which has the columns
-                # target, name, at, value, text and app.
-                old_time = older[time]
-                old_app = older[-1]
-                entry = replaced.setdefault((target, name, old_time), [target, name, old_time, None, None, old_app])
-                entry[3 if table == "rewards" else 4] = older[2]
+        for stored_row in among(self._db.execute, sql, "target", [row[0] for row in rows]):
+            if isinstance(stored_row[time_column], float | int):  # another type is a broken row
+                target, name = stored_row[:2]
+                stored[target, name] = list(stored_row)
+
+        latest: dict[tuple[str, str], list[Any]] = {}
+        for row in rows:
+            target, name = row[:2]
+            newer = row
+            older = latest.get((target, name))
+            if older is None:
+                older = stored.get((target, name))
+            if older is not None and newer[time_column] < older[time_column]:
+                newer, older = older, newer
+            if older is not None and older[time_column] != newer[time_column]:
+                _add_replaced(table, older, older[time_column], replaced)
             latest[target, name] = newer
         return [row for key, row in latest.items() if row != stored.get(key)]
 
@@ -228,14 +233,21 @@ class Transactions:
         The table `consumed` names the groups that were trained on: each target of a reward, or only the call if the
         target is one of its candidates.
         """
-        names_of_rows: list[set[str]] = []
+        # The id of a candidate is the call's id, "." and a number.
+        possible_names: set[str] = set()
         for row in rows:
             target = row[0]
             call, _, _ = target.rpartition(".")
-            names_of_rows.append({target, call})
-        names = set().union(*names_of_rows)
-        closed = {name for (name,) in among(self._db.execute, "SELECT target FROM consumed", "target", names)}
-        return [row for row, own_names in zip(rows, names_of_rows, strict=True) if closed.isdisjoint(own_names)]
+            possible_names.update((target, call))
+        consumed_rows = among(self._db.execute, "SELECT target FROM consumed", "target", possible_names)
+        consumed = {name for (name,) in consumed_rows}
+        admitted: list[list[Any]] = []
+        for row in rows:
+            target = row[0]
+            call, _, _ = target.rpartition(".")
+            if target not in consumed and call not in consumed:
+                admitted.append(row)
+        return admitted
 
     def release(self, step: int) -> None:
         """Forget which groups this training step and later ones have consumed."""
@@ -252,9 +264,12 @@ class Transactions:
         rows = [[target, step, int(target in group_ids)] for target in targets]
         self._db.insert("consumed", _values(rows))
         # Rewards for the episodes of these candidates are refused too. The id of a candidate is the call's id, "." and
-        # a number.
-        calls = {target.rpartition(".")[0] or target for target in targets}
-        for part in in_parts(calls):
+        # a number; another target may be a call.
+        call_ids: set[str] = set()
+        for target in targets:
+            call_of_candidate, _, _ = target.rpartition(".")
+            call_ids.add(call_of_candidate or target)
+        for part in in_parts(call_ids):
             marks = ",".join("?" * len(part))
             episodes = f"SELECT DISTINCT episode, CAST(? AS INTEGER), 0 FROM calls WHERE id IN ({marks})"
             self._db.execute(f"INSERT INTO consumed {episodes} ON CONFLICT (target) DO NOTHING", [step, *part])
@@ -274,6 +289,17 @@ class Transactions:
         sql = "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
         for row in values.items():
             self._db.execute(sql, row)
+
+
+def _add_replaced(table: str, row: list[Any], at: float, replaced: dict[tuple[Any, ...], list[Any]]) -> None:
+    """Add a reward, or its text, to the rows of the table `replaced`. A reward and its text share one row there."""
+    target, name, content = row[:3]
+    app = row[-1]
+    values = {"target": target, "name": name, "at": at, "app": app}
+    new_entry = [values.get(column) for column in COLUMNS["replaced"]]
+    entry = replaced.setdefault((target, name, at), new_entry)
+    content_column = "value" if table == "rewards" else "text"
+    entry[COLUMNS["replaced"].index(content_column)] = content
 
 
 def _rows(table: str, values: list[Any]) -> list[list[Any]]:

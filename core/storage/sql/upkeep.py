@@ -24,6 +24,8 @@ from cotune.storage.sql.transaction import Transactions
 _PAGE = 500
 _EPISODES_DELETED = 2000
 """Episodes that one transaction deletes."""
+_ROWS_SEARCHED = 2000
+"""Rows that one query reads to find the uses of messages, images and segments."""
 _ROWS_DELETED = 20_000
 """Messages, images or segments that one transaction deletes."""
 _STRING = re.compile(r'"([^"\\]*)"')
@@ -51,7 +53,7 @@ def prune(store: Store, before: float, *, app: str = "", keep_trained: bool = Fa
     trained on stay.
     """
     sql_store = _in_sql(store)
-    sql_store.act(lambda transaction: transaction.widen())
+    sql_store.act(lambda transaction: transaction.widen())  # many rows change: use more memory
 
     # 1. Whole months of episodes, if the database keeps each month in a table of its own.
     yield from sql_store.drop_months(before, app, keep_trained)
@@ -62,13 +64,18 @@ def prune(store: Store, before: float, *, app: str = "", keep_trained: bool = Fa
     if app:
         is_old += " AND app = ?"
         parameters.append(app)
-    is_untrained = " AND NOT EXISTS (SELECT 1 FROM consumed WHERE target = {})" if keep_trained else ""
-    finished = f"""SELECT id FROM episodes WHERE id > ? AND {is_old}{is_untrained.format("episodes.id")}
+    # An interrupted episode has calls, but no row in the table of episodes.
+    and_untrained = ""
+    and_interrupted_is_untrained = ""
+    if keep_trained:
+        and_untrained = "AND NOT EXISTS (SELECT 1 FROM consumed WHERE target = episodes.id)"
+        and_interrupted_is_untrained = "AND NOT EXISTS (SELECT 1 FROM consumed WHERE target = found.episode)"
+    finished = f"""SELECT id FROM episodes WHERE id > ? AND {is_old} {and_untrained}
         ORDER BY id LIMIT {_EPISODES_DELETED}"""
-    unfinished = f"""SELECT episode FROM (SELECT DISTINCT episode FROM calls WHERE episode > ?) AS found
+    interrupted = f"""SELECT episode FROM (SELECT DISTINCT episode FROM calls WHERE episode > ?) AS found
         WHERE {NO_END} AND EXISTS (SELECT 1 FROM calls WHERE calls.episode = found.episode AND {is_old})
-        {is_untrained.format("found.episode")} ORDER BY episode LIMIT {_EPISODES_DELETED}"""
-    for sql in (finished, unfinished):
+        {and_interrupted_is_untrained} ORDER BY episode LIMIT {_EPISODES_DELETED}"""
+    for sql in (finished, interrupted):
         last_id = ""
         while ids := [id for (id,) in sql_store.rows(sql, [last_id, *parameters])]:
             last_id = ids[-1]
@@ -93,7 +100,8 @@ def delete(store: Store, episodes: Iterable[str], key: tuple[str, str] | None = 
     sql_store = _in_sql(store)
     counts: Counter[str] = Counter()
 
-    # 1. The episodes, and the ids of the messages and segments that they use. `unused` holds ordered sets.
+    # 1. Delete the episodes, and remember the ids of the messages and segments that they used. `unused` has them by
+    #    table, as the keys of a dictionary, which keeps their order.
     unused: dict[str, dict[str, None]] = {table: {} for table in _SHARED}
     for part in in_parts(episodes):
         used = sql_store.act(partial(_used_by_episodes, episodes=part))
@@ -103,12 +111,12 @@ def delete(store: Store, episodes: Iterable[str], key: tuple[str, str] | None = 
     if key is not None:
         sql_store.act(lambda transaction: delete_targets(transaction, [key_target(*key)]))
 
-    # 2. The images in these messages.
+    # 2. Add the images in these messages.
     for part in in_parts(unused["messages"]):
         for (body,) in among(sql_store.rows, "SELECT body FROM messages", "id", part):
             unused["images"].update(dict.fromkeys(_IMAGE.findall(body)))
 
-    # 3. Of these messages, segments and images, the rows that no other record uses.
+    # 3. Delete these messages, segments and images, except rows that another record uses.
     for deleted in _delete_unused(sql_store, unused, where="", parameters=[]):
         counts.update(deleted)
     return counts
@@ -152,9 +160,11 @@ def _delete_unused(
 def _spare_used(
     store: SqlStore[Any], unused: Mapping[str, dict[str, None]], where: str, parameters: Sequence[Any]
 ) -> None:
-    """Remove the rows that a record uses from `unused`, the rows that may be deleted. For the arguments see
-    `_delete_unused`."""
-    # 1. Messages that calls and episodes use.
+    """Remove the ids of rows that a record uses from `unused`, which has the ids of the rows to delete by table.
+
+    `where` and its `parameters` choose the calls and episodes to search.
+    """
+    # 1. Messages that calls and episodes use. Any string in a record may be the id of a message.
     prompts: set[str] = set()
     if any(unused.values()) and store.rows(f"SELECT 1 FROM calls {where} LIMIT 1", parameters):
         for body, prompt in _pages(store, "calls", ("body", "prompt"), where, parameters):
@@ -186,11 +196,12 @@ def _pages(
 ) -> Iterator[Row]:
     """Columns of all rows of a table that `where` chooses, in the order of their ids. They are read in pages."""
     last_id = ""
-    sql = f"""SELECT id, {", ".join(columns)} FROM {table} {where} {"AND" if where else "WHERE"} id > ?
-        ORDER BY id LIMIT {4 * _PAGE}"""
+    after_last_page = f"{where} AND id > ?" if where else "WHERE id > ?"
+    sql = f"SELECT id, {', '.join(columns)} FROM {table} {after_last_page} ORDER BY id LIMIT {_ROWS_SEARCHED}"
     while page := store.rows(sql, [*parameters, last_id]):
-        yield from (tuple(columns) for _, *columns in page)
-        last_id = page[-1][0]
+        for id, *values in page:
+            last_id = id
+            yield tuple(values)
 
 
 def page(store: Store, table: str, after: Sequence[Any], limit: int, *, keys_only: bool = False) -> list[Row]:
@@ -242,25 +253,26 @@ def copy(source: Store, target: Store, progress: Callable[[str, int], None], lim
     sql_target = _in_sql(target)
     copied = Copied()
     for table in COPIED:
-        after: Sequence[Any] = ()  # the key of the last row of a page
-        is_fixed = table in _FIXED
-        while read := page(source, table, after, limit, keys_only=is_fixed):
-            if is_fixed:
-                # Rows that never change: read only their ids, and then the rows that the target does not have.
-                after = read[-1]
-                ids = [id for (id,) in read]
-                stored_ids = {id for (id,) in among(sql_target.rows, f"SELECT id FROM {table}", "id", ids)}
-                rows = _rows_of(sql_source, table, [id for id in ids if id not in stored_ids])
+        never_changes = table in _FIXED
+        last_key: Sequence[Any] = ()
+        while rows_or_keys := page(source, table, last_key, limit, keys_only=never_changes):
+            if never_changes:
+                # Only the ids were read. Read the rows that the target does not have.
+                last_key = rows_or_keys[-1]
+                ids = [id for (id,) in rows_or_keys]
+                ids_in_target = {id for (id,) in among(sql_target.rows, f"SELECT id FROM {table}", "id", ids)}
+                rows = _rows_of(sql_source, table, [id for id in ids if id not in ids_in_target])
             else:
-                after = tuple(read[-1][COLUMNS[table].index(column)] for column in key_columns(table))
-                rows = read
+                rows = rows_or_keys
+                last_row = rows[-1]
+                last_key = [last_row[COLUMNS[table].index(column)] for column in key_columns(table)]
             genuine = [row for row in rows if _is_genuine(source, table, row)]
             copied.forged += len(rows) - len(genuine)
             if genuine:
                 lost = load(target, table, genuine)
                 copied.stored += len(genuine) - lost
                 copied.lost += lost
-            progress(table, len(read))
+            progress(table, len(rows_or_keys))
     _copy_counters(target, source)
     return copied
 

@@ -14,7 +14,7 @@ from typing import Any
 from cotune.errors import RunError
 from cotune.records.structs import Record
 from cotune.records.wire import storable_record
-from cotune.storage.schema import DAY, WIDTHS, encode
+from cotune.storage.schema import DAY, WIDTHS, Row, encode
 from cotune.storage.sql.transaction import Database, RowKey, Transactions, row_key
 
 log = logging.getLogger("cotune.store")
@@ -66,6 +66,7 @@ class Batch:
         self.counts: Counter[str] = Counter()
         """Numbers to add to the counters of the store in the same transaction."""
         self.since = time.monotonic()
+        """When it was begun."""
         self.failure: str | None = _STOPPED
         """After `flush`: why it could not be written; None if it was."""
         self.left_out: Mapping[RowKey, str] = {}
@@ -157,9 +158,14 @@ class Writer:
 
     def put(self, records: Sequence[Record]) -> None:
         """Encode and queue records; those that cannot be queued are counted in `lost`."""
-        _, refusal = self._enqueue(records)
-        if refusal:
-            self._lose(len(records), refusal)
+        try:
+            rows, size = self._encode(records)
+        except _UNENCODABLE as error:
+            self._lose(len(records), "a record cannot be encoded", error)
+            return
+        queued = self._enqueue(rows, size, len(records))
+        if isinstance(queued, str):  # the reason why the queue takes nothing
+            self._lose(len(records), queued)
 
     def commit(
         self, records: Sequence[Record], counts: Mapping[str, int] | None = None
@@ -168,9 +174,9 @@ class Writer:
 
         Returns the records that were left out, by the name of their counter. Raises RunError if they could not be
         stored."""
-        batch, refusal = self._enqueue(records, counts, retained=True)
-        is_encoded = batch is not None or refusal is not None
-        if not is_encoded:
+        try:
+            rows, size = self._encode(records)
+        except _UNENCODABLE:
             # At least one record cannot be encoded. The others are committed together.
             broken: list[Record] = []
             valid: list[Record] = []
@@ -182,13 +188,17 @@ class Writer:
             left_out = dict(self.commit(valid, counts)) if valid or counts else {}
             left_out["lost"] = [*left_out.get("lost", ()), *broken]
             return left_out
-        if refusal is None:
+
+        queued = self._enqueue(rows, size, len(records), counts, retained=True)
+        if isinstance(queued, str):  # the reason why the queue takes nothing
+            failure: str | None = queued
+        else:
             self.flush()
-            refusal = batch.failure if batch else None
-        if refusal:
-            cause = f"{self._db.name} did not take {len(records)} records: {refusal}."
+            failure = queued.failure
+        if isinstance(queued, str) or failure is not None:
+            cause = f"{self._db.name} did not take {len(records)} records: {failure}."
             raise RunError(cause, "Send them again: the store never keeps a record twice.")
-        return _left_out(records, batch.left_out if batch else {})
+        return _left_out(records, queued.left_out)
 
     def _is_encodable(self, record: Record) -> bool:
         """Whether a record can be encoded as rows. If not, it is counted as lost."""
@@ -199,29 +209,31 @@ class Writer:
             return False
         return True
 
-    def _enqueue(
-        self, records: Sequence[Record], counts: Mapping[str, int] | None = None, retained: bool = False
-    ) -> tuple[Batch | None, str | None]:
-        """Encode records and add them to the last batch of the queue, or to a new one. For the other arguments see
-        `commit` and `Batch.retained`.
-
-        Returns the batch that holds the records, or None and the reason why the queue refuses them. Both are None if a
-        record cannot be encoded.
-        """
+    def _encode(self, records: Sequence[Record]) -> tuple[list[tuple[str, Row]], int]:
+        """Rows of records, each with the name of its table, and their size in bytes. Raises `_UNENCODABLE`."""
         stored_ids = () if self._db.shared else self._stored_ids
         try:
-            try:
-                rows, size = encode(records, stored_ids)
-            except _UNENCODABLE:  # rare, so values that no row can hold are replaced only now
-                rows, size = encode(list(map(storable_record, records)), stored_ids)
-        except _UNENCODABLE as error:
-            if not retained:  # `commit` tries the records one by one
-                self._lose(len(records), "a record cannot be encoded", error)
-            return None, None
+            return encode(records, stored_ids)
+        except _UNENCODABLE:  # rare, so values that no row can hold are replaced only now
+            return encode(list(map(storable_record, records)), stored_ids)
+
+    def _enqueue(
+        self,
+        rows: Sequence[tuple[str, Row]],
+        size: int,
+        n_records: int,
+        counts: Mapping[str, int] | None = None,
+        retained: bool = False,
+    ) -> Batch | str:
+        """Add rows to the last batch of the queue, or to a new one. For the other arguments see `commit` and
+        `Batch.retained`.
+
+        Returns the batch, or a text with the reason why the queue takes nothing now.
+        """
         with self._lock:
             refusal = self._refusal()
             if refusal is not None:
-                return None, refusal
+                return refusal
             last = self._queue[-1] if self._queue else None
             if isinstance(last, Batch) and last.count < BATCH_RECORDS:
                 batch = last
@@ -231,12 +243,12 @@ class Writer:
             for table, row in rows:
                 batch.tables[table].extend(row)
             batch.counts.update(counts or {})
-            batch.count += len(records)
+            batch.count += n_records
             if retained:
-                batch.retained += len(records)
+                batch.retained += n_records
             batch.bytes += size
             batch.puts += 1
-            self._records += len(records)
+            self._records += n_records
             self._bytes += size
             self._queued += 1
             self._since = min(self._since, batch.since)
@@ -244,7 +256,7 @@ class Writer:
                 self._changed.notify_all()
             if time.monotonic() - self._since > LATE and not self._failing:
                 self._changed.wait(YIELD)  # gives the writer's thread a turn, see LATE
-        return batch, None
+        return batch
 
     def act(self, act: Act) -> str | None:
         """Run an act, a change of the store by a function, after everything that is queued, and wait for it.
@@ -252,7 +264,9 @@ class Writer:
         Returns the reason if it failed, or None.
         """
         with self._changed:
-            if refusal := self._refusal(may_overfill=True):
+            # An act takes almost no memory, so it may be queued even if the queue is full.
+            refusal = self._refusal(may_overfill=True)
+            if refusal is not None:
                 return refusal
             self._queue.append(act)
             self._queued += 1
@@ -274,7 +288,8 @@ class Writer:
         if self._closing:
             return False
         self.flush()
-        if self._failing or self._counted != self._saved:
+        has_unsaved_counts = self._counted != self._saved
+        if self._failing or has_unsaved_counts:
             return False  # `close` makes one more attempt
         for text in self._db.pause():  # safe: the writer's thread waits for its queue and does not use the connection
             self._report(text)
@@ -287,7 +302,7 @@ class Writer:
 
     def close(self) -> None:
         """Commit the queue and close the connection; safe to call twice."""
-        if self._forked:
+        if self._forked:  # the connection and the thread are the parent's
             return
         with self._changed:
             if self._closing:
@@ -305,16 +320,19 @@ class Writer:
         self._forked = self._closing = True
 
     def _refusal(self, *, may_overfill: bool = False) -> str | None:
-        """The reason why nothing can be queued now; None if it can. With `may_overfill`, a full queue is no reason.
-
-        If the queue is full, this waits up to `PUT_TIMEOUT` for room. After such a wait without success, further calls
-        do not wait until there is room again.
+        """The reason why nothing can be queued now; None if something can. If the queue is full, wait for room, up to
+        `PUT_TIMEOUT`. With `may_overfill`, a queue that stays full is no reason.
         """
-        if self._bytes > QUEUE_BYTES and not (self._failing or self._stalled):
+        # Each call of the application waits here. So it does not wait while the disk fails, nor after a wait in vain
+        # until there is room again.
+        may_wait = not self._failing and not self._stalled
+        if self._bytes > QUEUE_BYTES and may_wait:
             has_room = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PUT_TIMEOUT)
             self._stalled = not has_room
+        if self._forked:
+            return "the store was opened by the parent process"
         if self._closing:
-            return "the store was opened by the parent process" if self._forked else "the store is closed"
+            return "the store is closed"
         if self._bytes > QUEUE_BYTES and not may_overfill:
             return "the queue is full, the disk is too slow or cannot be written"
         self._stalled = False
@@ -375,7 +393,8 @@ class Writer:
                 if is_last_attempt:
                     self._give_up(work, error)
                     return
-                is_last_attempt = self._pause(pause)
+                somebody_waits = self._wait_before_retry(pause)
+                is_last_attempt = somebody_waits
                 pause = min(2 * pause, longest_pause)
             except Exception as error:  # noqa: BLE001  this thread must continue, as others wait for it
                 self._give_up(work, error)
@@ -385,8 +404,8 @@ class Writer:
                 self._failing = False
                 return
 
-    def _pause(self, seconds: float) -> bool:
-        """Wait before the next attempt. Returns True if someone waits, so that the next attempt must be the last."""
+    def _wait_before_retry(self, seconds: float) -> bool:
+        """Wait before the next attempt. Returns early, with True, if somebody waits for the result."""
         with self._changed:
             self._failing = True
             self._changed.notify_all()
@@ -412,42 +431,51 @@ class Writer:
     def _commit(self, work: Batch | Act) -> None:
         """Run one transaction: the rows of a batch or the function of an act, and the counters of the store.
 
-        The writer remembers the new counts and stored addresses only after the commit.
+        What the writer remembers of the store is updated only after the commit.
         """
-        counted = dict(self._counted)
-        added = dict.fromkeys(self._counted, 0)  # by this transaction
+        totals = dict(self._counted)  # a copy: other threads may count lost records meanwhile
+        n_left_out = dict.fromkeys(totals, 0)  # by this transaction
         try:
             self._db.begin()
             if isinstance(work, Batch):
                 written = self._transactions.write_rows(work.tables)
                 work.left_out = written.left_out
-                added = written.counted
+                n_left_out = written.counted
                 self._transactions.count(work.counts)
             else:
                 work.result = work.do(self._transactions)
-            counted = {name: value + added[name] for name, value in counted.items()}
-            if counted != self._saved:
-                self._transactions.count({name: value - self._saved[name] for name, value in counted.items()})
+            for name, n in n_left_out.items():
+                totals[name] += n
+            if totals != self._saved:
+                self._transactions.count({name: total - self._saved[name] for name, total in totals.items()})
             self._db.commit()
         except BaseException:
             self._db.rollback()
             self._transactions.any_closed = True  # unknown after a failure, and True only costs a search
             raise
-        self._saved = counted
+        self._saved = totals
         with self._changed:
-            for name, count in added.items():
-                self._counted[name] += count
-        if isinstance(work, Batch) and not added["lost"] and not self._db.shared:
-            if len(self._stored_ids) > RECENT_IDS or time.monotonic() - self._stored_ids_since > DAY:
-                self._stored_ids.clear()
-                self._stored_ids_since = time.monotonic()
-            for table in ("images", "messages", "segments"):
-                ids = work.tables[table][:: WIDTHS[table]]  # the first value of each row
-                self._stored_ids.update(ids)
-        if added["refused"]:
+            for name, n in n_left_out.items():
+                self._counted[name] += n
+        # In a database that other processes write too, these rows may be deleted at any time.
+        if isinstance(work, Batch) and not n_left_out["lost"] and not self._db.shared:
+            self._remember_stored_ids(work)
+        if n_left_out["refused"]:
             self._report("a reward came after its group was consumed and is refused")
-        if added["foreign"]:
+        if n_left_out["foreign"]:
             self._report("a record for an episode of another application is left out")
+
+    def _remember_stored_ids(self, batch: Batch) -> None:
+        """Remember the content addresses of a committed batch, so that later batches leave these rows out.
+
+        They are forgotten after a day. Then rows that are still used are written again, which marks them as used.
+        """
+        if len(self._stored_ids) > RECENT_IDS or time.monotonic() - self._stored_ids_since > DAY:
+            self._stored_ids.clear()
+            self._stored_ids_since = time.monotonic()
+        for table in ("images", "messages", "segments"):
+            ids = batch.tables[table][:: WIDTHS[table]]  # the first value of each row
+            self._stored_ids.update(ids)
 
 
 def _left_out(records: Sequence[Record], reasons: Mapping[RowKey, str]) -> dict[str, list[Record]]:

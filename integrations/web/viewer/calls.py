@@ -104,7 +104,7 @@ def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: s
     Calls are read in chunks, until the page is full, the list ends, or `SEARCH_SECONDS` have passed.
     """
     rows: list[CallRow] = []
-    verdicts: dict[str, bool] = {}  # texts that were searched already, shared by all chunks
+    text_in_message: dict[str, bool] = {}  # messages that were searched already, shared by all chunks
     deadline = time.monotonic() + SEARCH_SECONDS
     searched = 0
     last = before
@@ -113,7 +113,7 @@ def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: s
         lines = run.figures.call_lines(chunk, filters)
         hits = {line.id for line in lines}
         if text:
-            hits = run.figures.calls_holding(text, list(hits), verdicts)
+            hits = run.figures.calls_with_text(text, list(hits), text_in_message)
         for line in lines:
             if line.id in hits:
                 rows.append(_row(run, line, text))

@@ -158,14 +158,14 @@ def _search_episodes(run: OpenedRun, filters: Filters, before: str) -> ListPage[
     """
     matching_lines: list[EpisodeLine] = []
     matches: dict[str, Match | None] = {}
-    verdicts: dict[str, bool] = {}  # texts that were searched already, shared by all chunks
+    text_in_message: dict[str, bool] = {}  # messages that were searched already, shared by all chunks
     deadline = time.monotonic() + SEARCH_SECONDS
     searched = 0
     position = before
     while True:
         chunk = _lines(run, filters, position, CHUNK)
         # The id of each matching episode, with the id of the call that matches; empty if the episode itself does.
-        call_of_hit = run.figures.holding(filters.q, [line.id for line in chunk], verdicts)
+        call_of_hit = run.figures.episodes_with_text(filters.q, [line.id for line in chunk], text_in_message)
         for n_read, line in enumerate(chunk, start=1):
             if line.id not in call_of_hit:
                 continue

@@ -140,9 +140,9 @@ def test_a_person_is_forgotten(address: str, capsys: pytest.CaptureFixture[str])
     with open_store(address, read_only=True) as store:
         assert left(store) == {"episodes": 1, "calls": 1, "messages": 2, "rewards": 1, "feedback": 1}
         assert store.message(message_id(SYSTEM)) == SYSTEM
-        assert store.figures().holding("person 0", ids, {}).keys() == {ids[0]} and not store.figures().holding(
-            "person 1", ids, {}
-        )
+        assert store.figures().episodes_with_text("person 0", ids, {}).keys() == {
+            ids[0]
+        } and not store.figures().episodes_with_text("person 1", ids, {})
 
 
 def test_images_and_segments_go_with_the_last_call(address: str) -> None:

@@ -108,8 +108,8 @@ def check(store: Store, odd: list[str]) -> None:
     assert [e.id for e in store.episodes(EpisodeFilters(phase=phase, task=task)) if e.id == id] == [id]
     assert (id in store.figures().episodes_with_key(app, key)) == (key != "")
     for text in filter(None, (said, asked, why)):
-        assert id in store.figures().holding(text, [id], {}), text
-    assert store.figures().holding(f"{said}{new_id()}", [id], {}) == {}
+        assert id in store.figures().episodes_with_text(text, [id], {}), text
+    assert store.figures().episodes_with_text(f"{said}{new_id()}", [id], {}) == {}
     assert store.figures().first_episodes(phase, None, [task])[task] <= id
     assert role in dict(store.figures().answered_by(policy)) or phase == "check"
     assert role in {use.role for use in store.figures().use(0)[1]}

@@ -277,13 +277,17 @@ def test_feedback_is_searched(store):
     store.write([RewardRecord("E1", "team", 0.0, 1.0), RewardRecord("C1.0", "local", 0.0, 1.0)])
     store.flush()
     every = ["E1", "E2", "E3"]
-    assert store.figures().holding('"100%"', every, {}) == {"E1": ""}
-    assert store.figures().holding("TOO long", every, {}) == {"E2": "C1"}
-    assert store.figures().holding("too long", ["E1", "E3"], {}) == {} == store.figures().holding("100_", every, {})
-    assert store.figures().calls_holding("too long", ["C1", "C10"], {}) == {"C1"}
+    assert store.figures().episodes_with_text('"100%"', every, {}) == {"E1": ""}
+    assert store.figures().episodes_with_text("TOO long", every, {}) == {"E2": "C1"}
+    assert (
+        store.figures().episodes_with_text("too long", ["E1", "E3"], {})
+        == {}
+        == store.figures().episodes_with_text("100_", every, {})
+    )
+    assert store.figures().calls_with_text("too long", ["C1", "C10"], {}) == {"C1"}
     store.write([RewardRecord("C1.0", "local", 1.0, 2.0)])
     store.flush()
-    assert store.figures().holding("too long", every, {}) == {}, "the text went with its reward"
+    assert store.figures().episodes_with_text("too long", every, {}) == {}, "the text went with its reward"
 
 
 def test_the_latest_reward_by_its_time_wins_and_all_are_kept(store):

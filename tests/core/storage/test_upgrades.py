@@ -90,7 +90,7 @@ def told(store: Store) -> dict[str, object]:
         "repeated": store.figures().repeated_tasks("train", 5),
         "times": store.figures().call_times("E1"),
         "messages": store.figures().messages_of("E1", "r", 0),
-        "holding": store.figures().holding("YES", [f"E{n}" for n in range(4)], {}),
+        "holding": store.figures().episodes_with_text("YES", [f"E{n}" for n in range(4)], {}),
         "neighbours": store.figures().neighbours("E1"),
         "lists": (
             store.figures().phases(),

@@ -90,7 +90,7 @@ def test_a_role_that_is_left_out_leaves_its_messages_to_others(collector, record
     with open_store(records, read_only=True) as store:
         (call,) = store.calls(traced.id)
         assert (call.role, store.message(call.messages[0])["content"]) == ("solver", "shared")
-        assert not store.figures().holding("private", [traced.id], {})
+        assert not store.figures().episodes_with_text("private", [traced.id], {})
     assert b"private" not in records.read_bytes() + records.with_name("records.db-wal").read_bytes()
 
 

@@ -131,7 +131,8 @@ def test_searches_find_the_same(stores: list[Store], text: str) -> None:
     ids = stores[0].figures().episode_ids(EpisodeFilters(), 100)
     calls = stores[0].figures().call_ids("", 100)
     found = [
-        (store.figures().holding(text, ids, {}), store.figures().calls_holding(text, calls, {})) for store in stores
+        (store.figures().episodes_with_text(text, ids, {}), store.figures().calls_with_text(text, calls, {}))
+        for store in stores
     ]
     assert found[0] == found[1]
 
