@@ -108,16 +108,16 @@ def question(
     rubric: str, shared: str, entries: Sequence[str], *, what: str, seed: int, turn: int = 0, reason: bool = True
 ) -> Question:
     """A question that asks to rank `entries` (all different) by `rubric`. `shared` is the part that they have in
-    common.
+    common, and `what` a plural that names them, such as "answers".
 
-    The order in the question depends only on `seed` and the content, not on the order of `entries`. The question with
-    `turn` 1 reverses the order of the question with `turn` 0, the question with 3 the order of 2, and so on. With
-    `reason`, the judge gives a reason first.
+    The entries are shuffled. The order depends only on `seed`, `turn` and the content, not on the order of `entries`.
+    With `reason`, the judge gives a reason first.
     """
     digest = address("\x1f".join([str(seed), rubric, shared, *sorted(entries)]).encode())
     order = sorted(range(len(entries)), key=lambda i: entries[i])
+    # A judge may prefer the first entry. So turns 0 and 1 ask in opposite orders, then 2 and 3, and so on.
     random.Random(seed_of(seed, turn // 2, digest)).shuffle(order)
-    if turn % 2:
+    if turn % 2 == 1:
         order.reverse()
 
     mark = digest[:8]  # an entry cannot contain it, as it depends on all of them

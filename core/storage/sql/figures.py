@@ -436,9 +436,8 @@ class Figures:
         return [(str(id), calls) for id, calls in rows]
 
     def episode_named(self, name: str) -> str:
-        """The id of the episode whose id is `name` or ends with it; `name` itself without a match.
-
-        Raises RecordError if several ids end with it.
+        """The id of the episode that `name` stands for: the whole id, or its last letters. `name` itself if no episode
+        matches. Raises RecordError if several ids end with it.
         """
         if self.has_episode(name):
             return name
@@ -448,10 +447,13 @@ class Figures:
             UNION SELECT episode FROM calls WHERE episode {_LIKE} ORDER BY 1""",
             (end, end),
         )
+        # LIKE ignores the case of letters, which ids do not.
         ids = [str(id) for (id,) in rows if str(id).endswith(name)]
-        if len(ids) > 1 and name not in ids:
-            raise RecordError(f"{len(ids)} episodes end in {name!r}: {', '.join(ids[:3])}.", "Name one by all letters.")
-        return ids[0] if len(ids) == 1 else name
+        if len(ids) == 1:
+            return ids[0]
+        if not ids or name in ids:
+            return name
+        raise RecordError(f"{len(ids)} episodes end in {name!r}: {', '.join(ids[:3])}.", "Name one by all letters.")
 
     def has_episode(self, episode: str) -> bool:
         """Whether this episode has ended."""
@@ -572,9 +574,9 @@ class Figures:
         sql = """SELECT id, step, role, turn, status, started, latency, body
             FROM calls WHERE episode = ? ORDER BY step, id"""
         times: list[CallTime] = []
-        for *columns, body in self.rows(sql, (episode,)):
+        for *other_fields, body in self.rows(sql, (episode,)):
             parents = tuple(map(str, _list_field(body, "parents")))
-            times.append(CallTime._make((*columns, parents)))
+            times.append(CallTime(*other_fields, parents))
         return times
 
     def messages_of(self, episode: str, role: str, turn: int) -> list[str]:
