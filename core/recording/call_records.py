@@ -513,8 +513,7 @@ class PromptTree:
 
         # 2. Make the new segments, and remember the reply.
         segments: list[Segment] = []
-        is_base_stored = base is None or base.id != ""
-        if base is not None and not is_base_stored:  # it is a reply, which no prompt has extended before
+        if base is not None and not base.id:  # a reply that no prompt has extended before
             segments.append(base.become_segment())
         if base is not None and base.packed == packed:  # the same prompt again
             prompt = base

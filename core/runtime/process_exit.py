@@ -69,7 +69,7 @@ def _end_without_threads(status: int) -> None:
         running = _running_threads()
     if not running:
         return
-    if not is_interrupted:  # after Ctrl-C, nobody expects them to have ended
+    if not is_interrupted:  # after Ctrl-C, the threads had no time to end
         places = [f"{thread.name} at {thread_place(thread_frame(thread.ident))}" for thread in running[:3]]
         count = f"{len(running)} threads of the application still run"
         print_line(f"{count}, the process ends without them: {'; '.join(places)}.")

@@ -447,7 +447,7 @@ class Figures:
             UNION SELECT episode FROM calls WHERE episode {_LIKE} ORDER BY 1""",
             (end, end),
         )
-        # LIKE ignores the case of letters, which ids do not.
+        # LIKE ignores the case of letters, so the ends of the ids are compared again.
         ids = [str(id) for (id,) in rows if str(id).endswith(name)]
         if len(ids) == 1:
             return ids[0]
