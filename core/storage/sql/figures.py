@@ -574,9 +574,9 @@ class Figures:
         sql = """SELECT id, step, role, turn, status, started, latency, body
             FROM calls WHERE episode = ? ORDER BY step, id"""
         times: list[CallTime] = []
-        for *other_fields, body in self.rows(sql, (episode,)):
+        for id, step, role, turn, status, started, seconds, body in self.rows(sql, (episode,)):
             parents = tuple(map(str, _list_field(body, "parents")))
-            times.append(CallTime(*other_fields, parents))
+            times.append(CallTime(id, step, role, turn, status, started, seconds, parents))
         return times
 
     def messages_of(self, episode: str, role: str, turn: int) -> list[str]:
