@@ -247,7 +247,9 @@ class CallRecords:
         with self._lock:
             return self._prompts.paths(role)
 
-    def ended(self, call: PendingCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
+    def records_of(
+        self, call: PendingCall, answer: Answer | None, status: CallStatus, error: str | None
+    ) -> list[Record]:
         """The records of a call that has ended: new messages, new segments of its prompt, the call, and its candidates'
         rewards.
 
@@ -328,7 +330,7 @@ class CallRecords:
             for _ in range(n_removed):
                 self._warn("forgotten_output", _FORGOTTEN)
 
-    def not_recorded(self, call: PendingCall, broken: Exception) -> list[Record]:
+    def records_without_content(self, call: PendingCall, broken: Exception) -> list[Record]:
         """The record of a call whose content could not be recorded."""
         if self._redaction is not None:
             redacted = RedactedCall(error=f"not recorded: {type(broken).__name__}", changed=True, tokens_withheld=True)

@@ -464,10 +464,10 @@ class LiveEpisode:
             self.outage = outage  # always of the last call that has ended
         try:
             try:
-                records = self._records.ended(call, answer, status, error)
+                records = self._records.records_of(call, answer, status, error)
             except Exception as broken:  # noqa: BLE001 - the application must still get its answer
                 self.warn("unrecorded", f"The content of a call of role {call.role!r} could not be recorded.", broken)
-                records = self._records.not_recorded(call, broken)
+                records = self._records.records_without_content(call, broken)
             self._write(records)
             for copy in call.copies:
                 copy.ends_like(call, answer, status, error)

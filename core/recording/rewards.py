@@ -33,11 +33,11 @@ def reward_records(
     if stored_text and redaction is not None:  # before the text is cut: a cut could hide a secret from the redactor
         stored_text = (redaction.text(stored_text, "feedback") or "").strip()
     if stored_text:
-        component = next(iter(rewards), name)
-        if not component:
+        text_name = next(iter(rewards), name)  # the name of the first reward, if there is one
+        if not text_name:
             is_candidate = "." in target  # `candidate_id` joins a call's id and an index with a dot
-            component = "local" if is_candidate else "team"
-        records.append(feedback_record(target, component, stored_text, present))
+            text_name = "local" if is_candidate else "team"
+        records.append(feedback_record(target, text_name, stored_text, present))
     return records
 
 

@@ -250,5 +250,6 @@ def _ends_coroutine(error: BaseException) -> bool:
     except RuntimeError:
         task = None
     if isinstance(error, asyncio.CancelledError):
+        # Without a cancel() from outside, the code has cancelled itself.
         return task is None or task.cancelling() > 0
     return isinstance(error, GeneratorExit) and task is None

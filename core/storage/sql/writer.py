@@ -367,7 +367,7 @@ class Writer:
             return self._records >= BATCH_RECORDS or self._closing or is_awaited
 
         with self._changed:
-            self._idle = True
+            self._idle = True  # now `put` wakes this thread at the first record, otherwise only when many wait
             self._changed.wait_for(lambda: self._queue or self._closing)
             self._idle = False
             self._changed.wait_for(must_begin, LINGER)

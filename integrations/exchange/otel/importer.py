@@ -256,7 +256,7 @@ class _EpisodeImport:
         error = None
         if status != "ok":
             error = chat.failed or "no answer was recorded"
-        *bodies, record = self.call_records.ended(call, answer, status, error)
+        *bodies, record = self.call_records.records_of(call, answer, status, error)
         assert isinstance(record, CallRecord)
         self._read_rewards(chat, call.id)
         if chat.end < chat.start:
