@@ -251,9 +251,15 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         plans: dict[str, Plan] = {}
         for role, name in policies.items():
             policy_table = self.policy_table(name)
-            if policy_table is not None and (policy_table.k is not None or policy_table.select is not None):
-                k = plan.k if policy_table.k is None else policy_table.k
-                plans[role] = msgspec.structs.replace(plan, k=k, select=policy_table.select or plan.select)
+            if policy_table is None:
+                continue
+            changes: dict[str, Any] = {}
+            if policy_table.k is not None:
+                changes["k"] = policy_table.k
+            if policy_table.select is not None:
+                changes["select"] = policy_table.select
+            if changes:
+                plans[role] = msgspec.structs.replace(plan, **changes)
         return plans
 
     def own_sampling(self, policies: Mapping[str, str], *, evaluation: bool = False) -> dict[str, dict[str, Any]]:

@@ -272,14 +272,16 @@ class LiveEpisode:
         """
         # 1. The role.
         if self.roles is not None:
+            module_of_function = self.notes.setdefault("callers", {})
             try:
-                caller = context_of_role(self.roles, caller, body, self.notes.setdefault("callers", {}), self.warn)
+                caller = context_of_role(self.roles, caller, body, module_of_function, self.warn)
             except WorkflowError as error:
                 self.fatal = self.fatal or error
                 text = f"A call keeps the role {caller.role!r}: the roles function failed."
                 self.warn("unidentified_call", text, error.__cause__)
         if caller.nameless is not None:
-            warn_of_shared(caller, self.notes.setdefault("nameless", {}), self.warn)
+            first_agent_of_role = self.notes.setdefault("nameless", {})
+            warn_of_shared(caller, first_agent_of_role, self.warn)
 
         # 2. The call.
         with self._lock:
@@ -322,7 +324,8 @@ class LiveEpisode:
         self.stop_soon()
         self._refused_calls += 1
         if self._refused_calls > _PATIENCE and asyncio._get_running_loop() is not None:
-            # The application catches every error and calls again, and the loop never gets a turn to end it.
+            # The application catches every error and calls again at once. So the event loop never gets a turn, which
+            # `stop_soon` needs. `except Exception` does not catch this error.
             raise asyncio.CancelledError(cause)
         raise RecordError(cause, remedy)
 

@@ -106,10 +106,12 @@ def request_params(
 
 def check_supported(body: Mapping[str, Any]) -> None:
     """Raise RequestRefused for a field that changes the reply and that no policy supports."""
-    for name, neutral in _REFUSED.items():
+    for name, neutral_value in _REFUSED.items():
         value = body.get(name)
-        if value is None or value == neutral or value in ([], {}, ""):
+        is_empty = value is None or value in ([], {}, "")
+        if is_empty or value == neutral_value:
             continue
+        # A reply that continues the last message begins no new one: then this field is false.
         if name == "add_generation_prompt" and body.get(CONTINUE):
             continue
         raise RequestRefused(

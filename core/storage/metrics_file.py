@@ -142,7 +142,8 @@ class _MetricsFile:
         """
         inode = os.fstat(file.fileno()).st_ino
         file.seek(max(0, self._end - len(self._last_line)))
-        has_only_grown = inode == self._inode and file.read(len(self._last_line)) == self._last_line
+        line_at_its_place = file.read(len(self._last_line))
+        has_only_grown = inode == self._inode and line_at_its_place == self._last_line
         if not has_only_grown:
             self._lines = []
             self._inode = inode
@@ -150,6 +151,7 @@ class _MetricsFile:
             self._n_complete = 0
             self._last_line = b""
             file.seek(0)
+        # Here the file is at `_end`.
         *complete, unfinished = file.read().split(b"\n")
         if complete:
             self._end += sum(len(line) + 1 for line in complete)

@@ -227,8 +227,11 @@ def _can_be_shared(path: Path) -> bool:
     """
     log = path.with_name(f"{path.name}-wal")
     index = path.with_name(f"{path.name}-shm")
-    is_writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
-    return is_writable or index.exists() or (log.exists() and log.stat().st_size > 0)
+    # The effective user decides about permissions, but not every system can ask for it.
+    can_ask_effective_user = os.access in os.supports_effective_ids
+    is_folder_writable = os.access(path.parent, os.W_OK, effective_ids=can_ask_effective_user)
+    has_log = log.exists() and log.stat().st_size > 0
+    return is_folder_writable or index.exists() or has_log
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:
