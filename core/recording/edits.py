@@ -66,13 +66,13 @@ class Prompting:
         If the texts of `body` do not match the prompts, the call is sent unedited, and `warn` counts it. `role` is the
         name of the call's role in the prompts, if it differs from `call.role`.
         """
-        role = role or call.role
-        edits = self.of(role)
+        role_in_prompts = role or call.role
+        edits = self.of(role_in_prompts)
         if edits is None:
             return
         call.prompts = self.id
         matching = edits.begin()
-        warning = f"A call of role {role!r} goes out without the edits of its prompts"
+        warning = f"A call of role {role_in_prompts!r} goes out without the edits of its prompts"
         try:
             changed = rewrite_chat(matching, body)
             outcome = matching.outcome

@@ -71,7 +71,7 @@ class Interrupts:
             self._first = now
             with contextlib.suppress(OSError):
                 os.write(2, b"stopping; once more ends it at once\n")
-            self.loop.call_soon_threadsafe(lambda: self.on_first())
+            self.loop.call_soon_threadsafe(lambda: self.on_first())  # its value when the loop runs it
             return
         end_process_after(EXIT_GRACE, "ended at once, as asked for twice.", INTERRUPTED)
         raise KeyboardInterrupt

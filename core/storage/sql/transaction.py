@@ -101,8 +101,9 @@ class Transactions:
         self.widen = database.widen
         self.forget = forget
         self._report = report
-        self.any_closed = database.shared or bool(database.execute("SELECT 1 FROM consumed LIMIT 1"))
-        """Whether rewards may come too late: a group was consumed, or another writer may have consumed one."""
+        self.may_have_consumed = database.shared or bool(database.execute("SELECT 1 FROM consumed LIMIT 1"))
+        """Whether rewards may come too late, because a training step has consumed their group: it is recorded in the
+        table `consumed`, or another writer may have recorded it."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         """Run one statement."""
@@ -119,7 +120,7 @@ class Transactions:
         if table in ("rewards", "feedback"):
             new_rows = self._latest(table, new_rows, replaced)
         broken = self._insert("replaced", _values(replaced.values()))
-        self.any_closed = self.any_closed or table == "consumed"
+        self.may_have_consumed = self.may_have_consumed or table == "consumed"
         broken += self._insert(table, _values(new_rows))
         return len(broken)
 
@@ -158,7 +159,7 @@ class Transactions:
         replaced: dict[tuple[Any, ...], list[Any]] = {}
         for table in ("rewards", "feedback"):
             rows = rows_of_table[table]
-            admitted = self._admit(rows) if self.any_closed else rows
+            admitted = self._admit(rows) if self.may_have_consumed else rows
             if len(admitted) < len(rows):
                 written.leave_out("refused", table, rows, admitted)
                 if table == "rewards":  # a text comes with its reward, which is counted
@@ -273,7 +274,7 @@ class Transactions:
             marks = ",".join("?" * len(part))
             episodes = f"SELECT DISTINCT episode, CAST(? AS INTEGER), 0 FROM calls WHERE id IN ({marks})"
             self._db.execute(f"INSERT INTO consumed {episodes} ON CONFLICT (target) DO NOTHING", [step, *part])
-        self.any_closed = True
+        self.may_have_consumed = True
 
     def count(self, added: Mapping[str, int]) -> None:
         """Add numbers to counters of the store, by the name of the counter."""

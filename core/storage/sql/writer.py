@@ -451,7 +451,7 @@ class Writer:
             self._db.commit()
         except BaseException:
             self._db.rollback()
-            self._transactions.any_closed = True  # unknown after a failure, and True only costs a search
+            self._transactions.may_have_consumed = True  # unknown after a failure, and True only costs a search
             raise
         self._saved = totals
         with self._changed:
