@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -59,28 +59,34 @@ def weigh_rewards(
     tasks, _ = codes([sample.task for sample in samples])
 
     # 1. Weighted sums. If a candidate has a component, the outcome's component of that name does not count again.
-    own_components = [sample.rewards if own else {} for sample in samples]
+    own_components: list[Mapping[str, float]] = [{}] * len(samples)
+    outcome_components = own_components
+    if own:
+        own_components = [sample.rewards for sample in samples]
+    if outcome:
+        outcome_components = [sample.outcome for sample in samples]
     own_sum = _weighted_sum(own_components, roles, peers, attribution)
-    outcome_components = [sample.outcome if outcome else {} for sample in samples]
     outcome_sum = _weighted_sum(outcome_components, roles, tasks, attribution, skip=own_sum.needed, of_outcome=True)
 
-    # 2. Penalties and gates. If a failed episode lacks its gate, a candidate's own reward counts only if negative.
+    # 2. Penalties and gates, components that multiply the rewards. A failed episode may lack its gate. Then a
+    #    candidate's own reward is multiplied by 1 if it is negative, and otherwise by 0.
     failed = np.array([sample.failure is not None for sample in samples], np.bool_)
     gate = np.ones(len(samples))
     if attribution.gates:
         gate = _gate_product([{**sample.outcome, **sample.rewards} for sample in samples], roles, attribution)
     penalized = own_sum.value - overlong_penalties(samples, attribution)
-    gate_missing = np.isnan(gate) & failed
+    gate_missing = failed & np.isnan(gate)
     own_value = np.where(gate_missing, np.minimum(penalized, 0.0), gate * penalized)
 
-    # 3. Failures replace outcomes that are not known.
-    outcome_missing = failed & (np.isnan(gate * outcome_sum.value) | ~outcome_sum.counts)
+    # 3. The outcome. If that of a failed episode is not known, its failure replaces it.
     outcome_value = outcome_sum.value
     outcome_counts = outcome_sum.counts
+    outcome_unknown = np.isnan(gate * outcome_value) | ~outcome_counts
+    outcome_missing = failed & outcome_unknown
     if outcome:
         late = attribution.timeout_penalty * np.array([sample.timed_out for sample in samples], np.float64)
-        gated = gate * (outcome_sum.value - late)
-        outcome_value, outcome_counts = reward_failures(samples, gated, outcome_sum.counts, late)
+        gated = gate * (outcome_value - late)
+        outcome_value, outcome_counts = reward_failures(samples, gated, outcome_counts, late)
     return Weighed(
         own=own_value,
         outcome=outcome_value,
@@ -133,33 +139,36 @@ def _weighted_sum(
 ) -> _WeightedSum:
     """Weighted sums of the reward components of samples, [n].
 
-    `rewards` has the components of each sample by name. `peers`, [n], has the number of the set of samples (peers) that
-    each sample is compared with: if one of them has a component, all of them need it. `skip` has the components of each
-    sample that do not count here.
+    `rewards` has the components of each sample by name. Samples with the same number in `peers`, [n], are compared with
+    each other: if one of them has a component, all of them need it. `skip` has the components of each sample that do
+    not count here; empty if all count.
     """
     weights = _needed_weights(rewards, roles, peers, attribution, of_outcome=of_outcome)
-    values: list[float] = []
-    needed: list[Collection[str]] = []
+    sums: list[float] = []
+    needed_names: list[Collection[str]] = []
     lacking: set[tuple[str, str]] = set()
-    for i, (peer_set, role, components) in enumerate(zip(peers.tolist(), roles, rewards, strict=True)):
-        total = 0.0
-        weight_of_component = weights[peer_set, role]
-        names = [name for name in weight_of_component if not skip or name not in skip[i]]
-        for name in names:
-            weight = weight_of_component[name]
+    for i, components in enumerate(rewards):
+        role = roles[i]
+        skipped_names = skip[i] if skip else ()
+        weighted_sum = 0.0
+        names: list[str] = []
+        for name, weight in weights[int(peers[i]), role].items():
+            if name in skipped_names:
+                continue
+            names.append(name)
             if name in components:
-                total += weight * components[name]
-            elif components and attribution.absent is not None:
-                total += weight * attribution.absent
+                weighted_sum += weight * components[name]
+            elif components and attribution.absent is not None:  # the configured value of a missing component
+                weighted_sum += weight * attribution.absent
             else:
-                total = np.nan
+                weighted_sum = np.nan
                 # A sample without any component has no reward at all, which is another fault than a missing component.
                 if components:
                     lacking.add((role, name))
-        values.append(total)
-        needed.append(names)
-    counts = np.array([bool(names) for names in needed], np.bool_)
-    return _WeightedSum(np.array(values, np.float64), counts, needed, frozenset(lacking))
+        sums.append(weighted_sum)
+        needed_names.append(names)
+    counts = np.array([bool(names) for names in needed_names], np.bool_)
+    return _WeightedSum(np.array(sums, np.float64), counts, needed_names, frozenset(lacking))
 
 
 def _needed_weights(
@@ -189,18 +198,22 @@ def _needed_weights(
 
 
 def reward_failures(
-    samples: Sequence[Sample], rewards: Floats, counts: Bools, late_penalties: Floats
+    samples: Sequence[Sample], outcome_rewards: Floats, outcome_counts: Bools, late_penalties: Floats
 ) -> tuple[Floats, Bools]:
     """Give episodes that failed a reward, so that a failure is never better than a finished episode.
 
-    A failed episode without a complete outcome gets the number that the user configured (`Sample.failure`), or, with
-    "lowest", the lowest reward of its role in any finished episode of this step (of any role, if its role finished
-    none), but at most 0.
+    A failed episode without a complete outcome gets the number that the user configured (`Sample.failure`). With
+    "lowest" it gets the lowest reward of its role in any finished episode of this step (of any role, if its role
+    finished none), or 0 if all these rewards are positive. `late_penalties`, [n], are subtracted from both.
 
-    Returns the rewards, [n], and whether each counts, [n].
+    Args:
+        outcome_rewards: [n] weighted sum of the outcome's components; NaN if one is missing.
+        outcome_counts: [n] whether any component of the outcome has a weight for the sample's role.
+
+    Returns both arrays with the failures.
     """
-    rewards = rewards.copy()
-    counts = counts.copy()
+    rewards = outcome_rewards.copy()
+    counts = outcome_counts.copy()
 
     # 1. The lowest reward of each role in finished episodes, and the roles that outcomes count for.
     lowest_of_role: dict[str, float] = {}
@@ -214,13 +227,15 @@ def reward_failures(
         if counts[i]:
             roles_with_outcome.add(sample.role)
             if not np.isnan(rewards[i]):
-                lowest_of_role[sample.role] = min(lowest_of_role.get(sample.role, 0.0), float(rewards[i]))
+                # The minimum includes 0, so that a failure never has a positive reward.
+                lowest_so_far = lowest_of_role.get(sample.role, 0.0)
+                lowest_of_role[sample.role] = min(lowest_so_far, float(rewards[i]))
     lowest_of_all = min(lowest_of_role.values(), default=0.0)
 
     # 2. The rewards of failed episodes without a complete outcome.
     for i, sample in enumerate(samples):
-        has_own_outcome = counts[i] and not np.isnan(rewards[i])
-        if sample.failure is None or has_own_outcome:
+        outcome_is_complete = counts[i] and not np.isnan(rewards[i])
+        if sample.failure is None or outcome_is_complete:
             continue
         # A role that has no outcome in finished episodes must not get one in failed episodes.
         counts[i] = sample.role in roles_with_outcome or sample.role not in roles_that_finished
@@ -258,28 +273,38 @@ def reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma:
     return returns
 
 
-def over_roles(samples: Sequence[Sample], rewards: Floats, counts: Bools, *, mean: bool) -> Floats:
+def over_roles(samples: Sequence[Sample], rewards: Floats, has_reward: Bools, *, mean: bool) -> Floats:
     """The reward of each sample, combined with the rewards of the other roles that act in the same turn of its
     episode, [n].
 
     It is the sum over the sample and these roles, or with `mean` their mean. Another role takes part with the reward of
-    its chosen candidate, if that reward `counts`.
+    its chosen candidate, if that one `has_reward`, [n].
     """
-    turn_number, _ = codes([(s.rollout, s.turn) for s in samples])
-    role_turn_number, _ = codes([(s.rollout, s.turn, s.role) for s in samples])
-    is_chosen = counts & np.array([s.chosen for s in samples], np.bool_)
-    chosen_reward = np.where(is_chosen, rewards, 0.0)
-    # All chosen rewards of the turn, without the chosen reward of the same role: the sample replaces that one.
-    others_reward = (
-        np.bincount(turn_number, chosen_reward)[turn_number]
-        - np.bincount(role_turn_number, chosen_reward)[role_turn_number]
-    )
-    total = rewards + others_reward
-    if not mean:
-        return np.asarray(total)
-    n_chosen_in_turn = np.bincount(turn_number, is_chosen)[turn_number]
-    n_chosen_of_role = np.bincount(role_turn_number, is_chosen)[role_turn_number]
-    return np.asarray(total / (1 + n_chosen_in_turn - n_chosen_of_role))
+    # The sum and the number of the chosen candidates' rewards, for each turn of an episode and each role in it.
+    sum_of_turn: dict[tuple[str, int], float] = defaultdict(float)
+    sum_of_role: dict[tuple[str, int, str], float] = defaultdict(float)
+    number_in_turn: Counter[tuple[str, int]] = Counter()
+    number_of_role: Counter[tuple[str, int, str]] = Counter()
+    for i, sample in enumerate(samples):
+        if sample.chosen and has_reward[i]:
+            turn = (sample.rollout, sample.turn)
+            role_in_turn = (*turn, sample.role)
+            sum_of_turn[turn] += float(rewards[i])
+            sum_of_role[role_in_turn] += float(rewards[i])
+            number_in_turn[turn] += 1
+            number_of_role[role_in_turn] += 1
+
+    combined = np.empty(len(samples))
+    for i, sample in enumerate(samples):
+        turn = (sample.rollout, sample.turn)
+        role_in_turn = (*turn, sample.role)
+        # The sample itself takes part instead of the chosen candidate of its role.
+        reward_of_others = sum_of_turn[turn] - sum_of_role[role_in_turn]
+        number_of_others = number_in_turn[turn] - number_of_role[role_in_turn]
+        combined[i] = rewards[i] + reward_of_others
+        if mean:
+            combined[i] /= 1 + number_of_others
+    return combined
 
 
 def _gate_product(rewards: Sequence[Mapping[str, float]], roles: Sequence[str], attribution: Attribution) -> Floats:

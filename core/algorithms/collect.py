@@ -65,36 +65,44 @@ def collect(
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
-    Under a replay plan the samples come from the branches (`Episode.fork`): the call at the fork, and later calls only
-    for roles whose method `trains_branches`. Calls that a branch repeats from the record are not candidates. The
-    answers of the trunk are left out: whether a call was forked depends on the later calls of the trunk
-    (`choose_forks`), so the trunk's answer is not a fair sample of the prompt.
+    The plan decides which candidates can be samples:
 
-    Under a tree plan all candidates of a call are samples, and each needs a reward. Under independent rollouts only the
-    chosen one is, and the episode's outcome is enough. `roles` are the trained roles (None: all). If they are
-    mapped to the policies that play them, answers of other policies are not trained on. `versions` is the version of
-    each policy that is trained now; a candidate is stale if its version is later, or more than `max_lag` earlier.
+    - independent: the chosen candidate of each call. The outcome of the episode is reward enough.
+    - tree: all candidates of each call. Each needs a reward of its own.
+    - replay: the chosen candidates of branches, the episodes that repeat a recorded episode (the trunk) up to a call
+      and continue from there (`Episode.fork`). The call at the fork is trained on, later calls only if the method of
+      their role `trains_branches`. The answers of the trunk are left out: whether a call was forked depends on the
+      later calls of the trunk (`choose_forks`), so the trunk's answer is not a fair sample of the prompt.
 
-    `on_failure` is the reward of an episode that the policy failed, after weights and gates (`Sample.failure`). An
-    episode that the infrastructure failed has no outcome: independent rollouts leave it out, while under a tree plan
-    the candidates of its calls are still compared with each other. `exclude` leaves out all episodes that failed. A
-    call that failed is left out of every episode.
-
-    `method_of` returns the method of a role, None for a role that is not trained. If the method is `by_seat`, a failed
-    episode is the failure of the seat whose call ended last (`failed_seat`), and the candidates of other seats are left
-    out. If any method `joins_calls`, `others` has the answers of calls that are not trained on, for their rewards.
+    Args:
+        roles: the trained roles (None: all). If they are mapped to the policies that play them, answers of other
+            policies are not trained on.
+        versions: the version of each policy that is trained now. A candidate is stale if its version is later, or more
+            than `max_lag` earlier.
+        on_failure: the reward of an episode that the policy failed, after weights and gates (`Sample.failure`);
+            `exclude` leaves these episodes out. An episode that the infrastructure failed has no outcome: only under a
+            tree plan are the candidates of its calls still compared with each other. Calls that failed are left out.
+        method_of: returns the method of a role, None for a role that is not trained. If the method is `by_seat`, a
+            failed episode is the failure of the seat whose call ended last (`failed_seat`), and the candidates of other
+            seats are left out. If any method `joins_calls`, `Collected.others` has the answers of calls that are not
+            trained on, for their rewards.
     """
     rules = _Rules(plan, roles, versions or {}, max_lag, on_failure, method_of)
     episodes = list(episodes)
-    # The forked call of the trunk, by the call that replaces it in a branch: siblings have the same one.
-    trunk_calls = {e.fork.at: e.fork.call for e in episodes if e.fork is not None}
+    # The forked call of the trunk, by the first call of a branch, which replaces it: siblings have the same one.
+    trunk_calls: dict[str, str] = {}
+    for episode in episodes:
+        if episode.fork is not None:
+            trunk_calls[episode.fork.at] = episode.fork.call
     calls = _choose_calls(store, episodes, trunk_calls, rules)
 
     # The rewards of the episodes and of the candidates, in one query.
     targets = [episode.id for episode in episodes]
-    targets += [candidate_id(call.id, candidate.index) for _, call in calls.usable for candidate in call.candidates]
-    # A call that a replay repeated has its rewards under the recorded call's id.
-    targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in calls.joined]
+    for _, call in calls.usable:
+        targets += [candidate_id(call.id, candidate.index) for candidate in call.candidates]
+    for _, call in calls.joined:
+        # A call that a replay answered from the record has the rewards of the recorded call.
+        targets.append(candidate_id(call.replayed or call.id, call.chosen or 0))
     rewards = store.rewards(targets)
     samples, unrewarded = _make_samples(calls, rewards, trunk_calls, rules)
     return Collected(
@@ -112,30 +120,32 @@ def collect(
 def _make_samples(
     calls: _Calls, rewards: Mapping[str, Mapping[str, float]], trunk_calls: Mapping[str, str], rules: _Rules
 ) -> tuple[list[Sample], set[str]]:
-    """Make a sample of each candidate of the usable calls that is sound and has its reward. The other candidates are
+    """Make a sample of each candidate of the usable calls that is complete and has its reward. The other candidates are
     counted in `calls.left_out`.
 
     Returns the samples, and the names of the policies with a candidate that lacks its reward.
     """
     samples: list[Sample] = []
-    unrewarded: set[str] = set()
+    unrewarded_policies: set[str] = set()
     for episode, call in calls.usable:
         method = rules.method_of(call.role)
+        needs_reward = method is None or method.takes_rewards
         for candidate in call.candidates:
-            reason = _candidate_reason(candidate, call, rules.plan)
-            if reason is None:
-                sample = _make_sample(episode, call, candidate, rewards, calls, rules)
-                if method is None or method.takes_rewards:
-                    reason = _reward_reason(sample, call, rules.plan)
-            if reason is not None:
-                calls.left_out[reason] += 1
-                if reason == "missing_reward" and call.policy is not None:
-                    unrewarded.add(call.policy.name)
+            candidate_reason = _candidate_reason(candidate, call, rules.plan)
+            if candidate_reason is not None:
+                calls.left_out[candidate_reason] += 1
+                continue
+            sample = _make_sample(episode, call, candidate, rewards, calls, rules)
+            reward_reason = _reward_reason(sample, call, rules.plan) if needs_reward else None
+            if reward_reason is not None:
+                calls.left_out[reward_reason] += 1
+                if reward_reason == "missing_reward" and call.policy is not None:
+                    unrewarded_policies.add(call.policy.name)
                 continue
             if rules.plan == "replay":
                 sample = _place_in_branch(sample, trunk_calls.get(call.id), calls.turns)
             samples.append(sample)
-    return samples, unrewarded
+    return samples, unrewarded_policies
 
 
 def _other_answers(
@@ -303,19 +313,23 @@ def temperature(call: CallRecord) -> float:
 
 
 def successes(episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str, float]]) -> list[tuple[Episode, bool]]:
-    """Episodes, and whether each solved its task; empty if none reports `success`.
+    """The episodes with a known result, each with whether it solved its task; empty if no episode reports `success`.
 
-    An episode that failed, or does not report `success` as others do, did not solve its task. Episodes with neither
-    `success` nor a reward have an unknown outcome and are left out.
+    An episode that the policy failed did not solve its task, nor did one that returned only rewards while other
+    episodes report `success`. An episode that finished with neither has no known result and is left out.
     """
     if all(episode.solved is None for episode in episodes):
         return []
-    solved: list[tuple[Episode, bool]] = []
+    results: list[tuple[Episode, bool]] = []
     for episode in episodes:
-        has_outcome = episode.status != "ok" or episode.solved is not None or rewards.get(episode.id)
-        if episode.is_outcome and has_outcome:
-            solved.append((episode, episode.solved is True))
-    return solved
+        if not episode.is_outcome:  # it was cancelled, or the infrastructure failed it
+            continue
+        reports_success = episode.solved is not None
+        has_rewards = bool(rewards.get(episode.id))
+        if episode.status == "ok" and not reports_success and not has_rewards:
+            continue
+        results.append((episode, episode.solved is True))
+    return results
 
 
 def failed_seat(calls: Iterable[CallRecord]) -> str | None:

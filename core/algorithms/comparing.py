@@ -90,26 +90,28 @@ class Spread(NamedTuple):
 
 
 def units(samples: Sequence[Sample], reward: Floats, group: Codes, unit: Unit) -> Units:
-    """The units whose rewards are averaged within a group: trajectories, tokens, or samples.
+    """The rewards that the mean and variance of a group are taken over, with their weights.
 
-    `reward` and `group` have the reward of each sample and the index of its group, [n] each. The unit of a trajectory
-    has the mean reward of its samples. With "token", a sample counts once for each of its tokens.
+    With "sample" they are the rewards of the samples, and with "token" too, but weighted by the number of tokens. With
+    "trajectory" they are the mean rewards of the samples that each episode has in the group. `reward` and `group` have
+    the reward of each sample and the index of its group, [n] each.
     """
-    if unit == "trajectory":
-        # Samples of one trajectory that are in different groups belong to different units.
-        trajectories = [(int(number), sample.rollout) for number, sample in zip(group, samples, strict=True)]
-        unit_of_sample, _ = codes(trajectories)
-        samples_of_unit = np.bincount(unit_of_sample)
-        first_samples = np.unique(unit_of_sample, return_index=True)[1]
-        return Units(
-            group=group[first_samples],
-            reward=np.bincount(unit_of_sample, reward) / samples_of_unit,
-            weight=np.ones(len(samples_of_unit)),
-        )
-    weight = np.ones(len(samples))
+    if unit == "sample":
+        return Units(group=group, reward=reward, weight=np.ones(len(samples)))
     if unit == "token":
-        weight = np.array([sample.tokens for sample in samples], np.float64)
-    return Units(group=group, reward=reward, weight=weight)
+        tokens = np.array([sample.tokens for sample in samples], np.float64)
+        return Units(group=group, reward=reward, weight=tokens)
+
+    # An episode with samples in two groups is two units, one in each group.
+    group_and_episode = [(int(group[i]), sample.rollout) for i, sample in enumerate(samples)]
+    unit_of_sample, _ = codes(group_and_episode)  # [n] numbers from 0 to u - 1
+    samples_of_unit = np.bincount(unit_of_sample)
+    _, first_samples = np.unique(unit_of_sample, return_index=True)
+    return Units(
+        group=group[first_samples],
+        reward=np.bincount(unit_of_sample, reward) / samples_of_unit,
+        weight=np.ones(len(samples_of_unit)),
+    )
 
 
 def spread(units: Units, n_groups: int) -> Spread:

@@ -49,15 +49,20 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         return self.method.attribution
 
     def of_role(self, role: str) -> Goal:
-        """The goal of one role. A role whose policy learns from a teacher has no goal of its own: it has this one."""
+        """The goal by which one role is judged.
+
+        A role whose policy learns from a teacher has no rewards: it is judged by the rewards of the other roles, which
+        is this whole goal.
+        """
         if role in self.taught:
             return self
-        goal = self
-        for other in self.others:
-            if other.roles is not None and role in other.roles:
-                goal = other
+        goal_of_role = self
+        for other_goal in self.others:
+            if other_goal.roles is not None and role in other_goal.roles:
+                goal_of_role = other_goal
                 break
-        return msgspec.structs.replace(goal, roles=[role], others=(), taught=(), bounds=self.bounds)
+        # Only the first of several goals has the bounds (`goal_of_policies`).
+        return msgspec.structs.replace(goal_of_role, roles=[role], others=(), taught=(), bounds=self.bounds)
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +81,8 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
     """The rewards of some episodes. The lists have one entry for each episode, in their order.
 
     `by_role` has the reward of each trained role, and `reward` is their mean; None for an episode without rewards.
-    `failed` marks the failed episodes without an outcome. They have `floor`, the lowest reward of the
-    episodes that ended well, but at most 0. `opposed` names trained roles whose rewards add up to the same number in
+    `failed` marks the failed episodes without an outcome. They have `floor`: the lowest reward of the finished
+    episodes, or 0 if all are positive. `opposed` names trained roles whose rewards add up to the same number in
     every episode: one role's gain is another's loss, so their mean says nothing.
     """
 
@@ -119,14 +124,21 @@ def goal_of_policies(
     has no rewards, so it is judged by the rewards of the other roles. If all policies learn from teachers, the goal is
     the outcome, by the run's weights.
     """
-    taught = tuple(role for role, policy in players.items() if not recipes.of(policy).takes_rewards)
-    roles_of_recipes = by_equal((recipes.of(policy), role) for role, policy in players.items() if role not in taught)
-    if not roles_of_recipes and taught:
+    taught: list[str] = []
+    recipes_of_roles: list[tuple[Method, str]] = []
+    for role, policy in players.items():
+        recipe = recipes.of(policy)
+        if recipe.takes_rewards:
+            recipes_of_roles.append((recipe, role))
+        else:
+            taught.append(role)
+
+    if not players:
+        return goal_of(recipes.run, on_failure, roles=[])
+    if not recipes_of_roles:  # all policies learn from teachers
         return Goal(method=_weighted_outcome(recipes.run), on_failure=failure_reward(on_failure))
-    if not roles_of_recipes:
-        return goal_of(recipes.run, on_failure, [])
-    goals = [goal_of(recipe, on_failure, roles) for recipe, roles in roles_of_recipes]
-    return msgspec.structs.replace(goals[0], others=tuple(goals[1:]), taught=taught, bounds=bounds)
+    first, *others = [goal_of(recipe, on_failure, roles) for recipe, roles in by_equal(recipes_of_roles)]
+    return msgspec.structs.replace(first, others=tuple(others), taught=tuple(taught), bounds=bounds)
 
 
 def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
@@ -157,68 +169,84 @@ def rewards_by_goal(played: Sequence[Played], goal: Goal) -> Worth:
     reward. A role's reward in an episode is the mean over its calls, or the return of its first call if the recipe sums
     rewards up to the end.
     """
+    # `taught` are roles whose policies learn from a teacher: their rewards follow from the rewards of all other roles.
     if goal.taught:
-        of_other_roles = rewards_by_goal(played, msgspec.structs.replace(goal, taught=()))
-        return _add_taught_roles(of_other_roles, goal.taught)
+        goal_of_other_roles = msgspec.structs.replace(goal, taught=())
+        return _add_taught_roles(rewards_by_goal(played, goal_of_other_roles), goal.taught)
+    # Roles whose policies have different recipes have different goals.
     if goal.others:
-        goals = [msgspec.structs.replace(goal, others=()), *goal.others]
-        return _combine_goals(played, goals, [rewards_by_goal(played, part) for part in goals])
+        first_goal = msgspec.structs.replace(goal, others=())
+        goals = [first_goal, *goal.others]
+        rewards_of_goals = [rewards_by_goal(played, one_goal) for one_goal in goals]
+        return _combine_goals(played, goals, rewards_of_goals)
     return _rewards_by_method(played, goal)
 
 
 def _rewards_by_method(played: Sequence[Played], goal: Goal) -> Worth:
     """The rewards of episodes and their roles if one method rewards all roles of the goal."""
+    # 1. The rewards of each episode by role. The method needs all episodes at once, as the reward of a failed episode
+    #    may depend on the others.
     samples: list[Sample] = []
     for run in played:
         counts_as_failed = run.episode.is_outcome and goal.on_failure != "exclude"
         if run.episode.status == "ok" or counts_as_failed:
             samples += _samples_of_episode(run, goal)
     step = goal.method.step(samples)
-    rewards = _rewards_by_role(step, goal)
+    rewards_of_episode = _rewards_by_role(step, goal)
 
-    # A failed episode never has a higher reward than the worst episode that finished.
+    # 2. A failed episode without an answered call has no role. It gets the floor instead of a role's lowest reward.
     finished_rewards: list[dict[str, float]] = []
     for run in played:
-        if run.episode.status == "ok" and run.episode.id in rewards:
-            finished_rewards.append(rewards[run.episode.id])
-    floor = _floor(finished_rewards)
+        if run.episode.status == "ok" and run.episode.id in rewards_of_episode:
+            finished_rewards.append(rewards_of_episode[run.episode.id])
+    floor = _reward_floor(finished_rewards)
+    failed_ids = _ids_without_outcome(step, goal, rewards_of_episode)
+    for id in failed_ids:
+        if NO_ROLE in rewards_of_episode[id]:
+            rewards_of_episode[id] = {NO_ROLE: floor}
 
-    # A failed episode without an answered call has no role: it gets the floor of the episodes that finished.
-    failed = _failed_episodes(step, goal, rewards)
-    for id in failed:
-        if NO_ROLE in rewards[id]:
-            rewards[id] = {NO_ROLE: floor}
-
-    ids = [run.episode.id for run in played]
-    methods = dict.fromkeys(_role_names(finished_rewards), goal.method)
-    return Worth(
-        reward=[fmean(rewards[id].values()) if id in rewards else None for id in ids],
-        by_role=[rewards.get(id, {}) for id in ids],
-        failed=[id in failed for id in ids],
-        floor=floor,
-        opposed=_opposed_roles(finished_rewards, methods, _components(played)),
-    )
-
-
-def _floor(finished_rewards: Sequence[Mapping[str, float]]) -> float:
-    """The lowest mean reward of finished episodes, but at most 0. The rewards of each episode are by role."""
-    return min([0.0, *(fmean(by_role.values()) for by_role in finished_rewards)])
+    # 3. Lists with an entry for each episode.
+    by_role: list[dict[str, float]] = []
+    mean_rewards: list[float | None] = []
+    failed: list[bool] = []
+    for run in played:
+        rewards = rewards_of_episode.get(run.episode.id, {})
+        by_role.append(rewards)
+        mean_rewards.append(fmean(rewards.values()) if rewards else None)
+        failed.append(run.episode.id in failed_ids)
+    method_of_role = dict.fromkeys(_role_names(finished_rewards), goal.method)
+    opposed = _opposed_roles(finished_rewards, method_of_role, _components(played))
+    return Worth(reward=mean_rewards, by_role=by_role, failed=failed, floor=floor, opposed=opposed)
 
 
-def _failed_episodes(step: Step, goal: Goal, rewards: Mapping[str, Mapping[str, float]]) -> set[str]:
-    """Ids of the episodes whose reward replaces an outcome: no role that counts has an outcome in them.
+def _reward_floor(finished_rewards: Sequence[Mapping[str, float]]) -> float:
+    """The reward of failed episodes under "lowest": the lowest mean reward of a finished episode, or 0 if all are
+    positive.
 
-    `rewards` has the reward of each role that counts, by episode. Only with "lowest" does a failed episode get a reward
-    that depends on other episodes; an episode with a configured reward is not among the result.
+    So a failure is never better than a finished episode, and never has a positive reward. `finished_rewards` has the
+    rewards of each finished episode by role.
+    """
+    floor = 0.0
+    for rewards in finished_rewards:
+        floor = min(floor, fmean(rewards.values()))
+    return floor
+
+
+def _ids_without_outcome(step: Step, goal: Goal, rewards_of_episode: Mapping[str, Mapping[str, float]]) -> set[str]:
+    """Ids of the failed episodes that get the lowest reward of the finished ones, as no trained role has an outcome in
+    them.
+
+    Failed episodes whose reward is a configured number are not among them, as it does not depend on other episodes.
+    `rewards_of_episode` has the rewards of each episode by trained role.
     """
     failed: set[str] = set()
     with_outcome: set[str] = set()
     outcome_missing = step.outcome_missing(later_turns=goal.method.to_go).tolist()
-    for sample, missing in zip(step.samples, outcome_missing, strict=True):
-        by_role = rewards.get(sample.rollout, {})
-        if by_role and sample.failure == "lowest":
+    for sample, is_missing in zip(step.samples, outcome_missing, strict=True):
+        rewards = rewards_of_episode.get(sample.rollout, {})
+        if rewards and sample.failure == "lowest":
             failed.add(sample.rollout)
-        if not missing and sample.role in by_role:
+        if not is_missing and sample.role in rewards:
             with_outcome.add(sample.rollout)
     return failed - with_outcome
 
@@ -237,39 +265,37 @@ def _add_taught_roles(of_others: Worth, taught: Collection[str]) -> Worth:
     return msgspec.structs.replace(of_others, by_role=by_role)
 
 
-def _combine_goals(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[Worth]) -> Worth:
-    """The worth (the rewards) of episodes whose roles have different goals. `parts` has the worth for each of
-    `goals`."""
+def _combine_goals(played: Sequence[Played], goals: Sequence[Goal], rewards_of_goals: Sequence[Worth]) -> Worth:
+    """Join the rewards of episodes whose roles have different goals. `rewards_of_goals` has, for each of `goals`, the
+    rewards of the roles of this goal."""
     by_role: list[dict[str, float]] = []
+    mean_rewards: list[float | None] = []
     failed: list[bool] = []
     finished_rewards: list[dict[str, float]] = []
     for i, run in enumerate(played):
         rewards: dict[str, float] = {}
-        for part in parts:
-            rewards |= part.by_role[i]
+        for worth in rewards_of_goals:
+            rewards |= worth.by_role[i]
         # NO_ROLE stands for an episode without a call, so it does not count if a role has a reward.
         if len(rewards) > 1:
             rewards.pop(NO_ROLE, None)
         by_role.append(rewards)
-        failed.append(any(part.failed[i] for part in parts))
+        mean_rewards.append(fmean(rewards.values()) if rewards else None)
+        failed.append(any(worth.failed[i] for worth in rewards_of_goals))
         if run.episode.status == "ok" and rewards:
             finished_rewards.append(rewards)
 
     opposed: tuple[str, ...] = ()
-    for part in parts:
-        opposed += part.opposed
-    if not opposed:  # players of one game may differ in a setting of their recipe, and so be in different parts
-        methods: dict[str, Method] = {}
+    for worth in rewards_of_goals:
+        opposed += worth.opposed
+    if not opposed:
+        # The players of one game may have recipes that differ in a setting, and so different goals.
+        method_of_role: dict[str, Method] = {}
         for goal in goals:
-            methods |= dict.fromkeys(goal.roles or (), goal.method)
-        opposed = _opposed_roles(finished_rewards, methods, _components(played))
-    return Worth(
-        reward=[fmean(rewards.values()) if rewards else None for rewards in by_role],
-        by_role=by_role,
-        failed=failed,
-        floor=_floor(finished_rewards),
-        opposed=opposed,
-    )
+            method_of_role |= dict.fromkeys(goal.roles or (), goal.method)
+        opposed = _opposed_roles(finished_rewards, method_of_role, _components(played))
+    floor = _reward_floor(finished_rewards)
+    return Worth(reward=mean_rewards, by_role=by_role, failed=failed, floor=floor, opposed=opposed)
 
 
 def _rewards_by_role(step: Step, goal: Goal) -> dict[str, dict[str, float]]:
@@ -341,32 +367,41 @@ def _components(played: Sequence[Played]) -> list[str]:
 
 
 def _opposed_roles(
-    rewards_of_episodes: Sequence[Mapping[str, float]], methods: Mapping[str, Method], components: Sequence[str]
+    rewards_of_episodes: Sequence[Mapping[str, float]],
+    method_of_role: Mapping[str, Method],
+    components: Sequence[str],
 ) -> tuple[str, ...]:
-    """The roles whose rewards always add up to the same number, although each weighs the outcome differently.
+    """The roles that play against each other, so that one role's gain is another's loss; empty if they do not.
 
-    `rewards_of_episodes` are the rewards by role of the episodes that finished. `methods` are the methods of the roles.
-    If a role has none (`NO_ROLE`), no roles are opposed.
+    They weigh the components of the outcome differently, and their rewards add up to the same number in every episode.
+    `rewards_of_episodes` are the rewards by role of the episodes that finished. A role without a method (`NO_ROLE`)
+    is no player.
     """
     # Roles that weigh each component of the outcome alike do not play against each other.
     roles = _role_names(rewards_of_episodes)
     weights = set()
     for role in roles:
-        method = methods.get(role)
+        method = method_of_role.get(role)
         if method is None or not method.attribution.outcome or method.joins_roles:
             return ()
         weights.add(tuple(weight_of(name, role, method.attribution, outcome=True) for name in components))
     if len(weights) < 2:
         return ()
 
-    # The roles must differ in some episode, and the sum over all roles must never change. A sum of 0 is enough; another
-    # constant sum may be chance in a few episodes.
-    totals = [sum(by_role.values()) for by_role in rewards_of_episodes]
-    largest = max(abs(reward) for by_role in rewards_of_episodes for reward in by_role.values())
-    rounding = 1e-9 * largest
-    roles_differ = any(max(by_role.values()) - min(by_role.values()) > rounding for by_role in rewards_of_episodes)
-    sum_is_zero = max(map(abs, totals)) <= rounding
-    sum_is_constant = len(rewards_of_episodes) >= EPISODES_BEYOND_CHANCE and max(totals) - min(totals) <= rounding
-    if roles_differ and (sum_is_zero or sum_is_constant):
+    largest = max(abs(reward) for rewards in rewards_of_episodes for reward in rewards.values())
+    rounding = 1e-9 * largest  # a difference up to this may come from rounding
+    roles_differ = False
+    sums: list[float] = []
+    for rewards in rewards_of_episodes:
+        sums.append(sum(rewards.values()))
+        if max(rewards.values()) - min(rewards.values()) > rounding:
+            roles_differ = True
+    if not roles_differ:
+        return ()
+
+    # A sum of 0 in all episodes is enough. Another constant sum may be chance in a few episodes.
+    always_zero = max(map(abs, sums)) <= rounding
+    always_equal = max(sums) - min(sums) <= rounding
+    if always_zero or (always_equal and len(sums) >= EPISODES_BEYOND_CHANCE):
         return tuple(roles)
     return ()

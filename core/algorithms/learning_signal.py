@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 from cotune.algorithms.attribution import weight_of
 from cotune.algorithms.method import Method
@@ -42,29 +43,41 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
     return sentences
 
 
-def scorers_unused(own: Mapping[str, Collection[str]], recipe: Method) -> tuple[str, str]:
-    """A note that rewards of scorers do not train any role, and the remedy; both empty if they do, or if no scorer
-    returned a reward. `own` has the names of the components that each role's scorer returned."""
+class Note(NamedTuple):
+    """A note for the user: a sentence, and what to do about it. Both are empty if there is nothing to say."""
+
+    text: str
+    remedy: str
+
+
+NO_NOTE = Note("", "")
+
+
+def scorers_unused(own: Mapping[str, Collection[str]], recipe: Method) -> Note:
+    """A note if scorers return rewards and the recipe does not use them. `own` has the names of the components that
+    each role's scorer returned."""
     roles_with_scorer = sorted(role for role, names in own.items() if names)
     uses_scores = recipe.attribution.own or recipe.attribution.gates
     if not roles_with_scorer or uses_scores or not recipe.takes_rewards:
-        return "", ""
-    return (
+        return NO_NOTE
+    return Note(
         f"the rewards of the scorers of {', '.join(roles_with_scorer)} are shown and train no role: recipe "
         f"{recipe.name} takes the outcome of whole episodes alone.",
         "Use --plan tree to train on it, or remove these scorers, for which every call waits.",
     )
 
 
-def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Method) -> tuple[str, str]:
-    """A note that a reward of the workflow does not train any role, and the remedy; both empty if it does, if a scorer
-    returns a component of that name, or if the workflow returns no reward."""
-    scored = set().union(*own.values())
-    unused = sorted(set(outcome) - scored)
+def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Method) -> Note:
+    """A note if the workflow returns rewards that train no role, because the recipe does not use outcomes.
+
+    A reward that a scorer returns under the same name is used. For the arguments see `learns_from`.
+    """
+    names_of_scorers = set().union(*own.values())
+    unused = sorted(set(outcome) - names_of_scorers)
     if not unused or recipe.attribution.outcome:
-        return "", ""
+        return NO_NOTE
     names = ", ".join(unused)
-    return (
+    return Note(
         f"the workflow's own reward ({names}) is shown and trains no role: under the plan {recipe.plan} the candidates "
         f"of one call are compared by their role's scorer, and share one outcome.",
         "Return it from a scorer as `team` to train on it, or use --plan independent.",
@@ -81,22 +94,23 @@ def unknown_names(
     """
     errors: list[ConfigError] = []
     notes: list[str] = []
-    scored = set().union(*own.values())
-    for setting, name, existing in _unknown_settings(recipe, scored, outcome, roles):
-        near = did_you_mean(near_names(name, existing))
-        if setting == "mean_range_roles":
-            kind = "a role of the application"
-            remedy = f"{near} Name the role so, or list it under `roles` if it shows only on some tasks.".strip()
-        elif near:
-            kind = "a reward that was returned"
-            remedy = f"{near} If it is another reward that few episodes carry, return it in all of them."
-        else:
+    names_of_scorers = set().union(*own.values())
+    for setting, name, existing_names in _unknown_settings(recipe, names_of_scorers, outcome, roles):
+        suggestion = did_you_mean(near_names(name, existing_names))
+        is_role = setting == "mean_range_roles"
+        if not is_role and not suggestion:
+            # It resembles no other name, so it may be right: a reward that only few episodes have.
             note = f"{setting} names {name!r}, a reward that no episode had so far: it changes nothing there"
             if name == "success":
                 note += "; `success` is a metric, return a reward under another name"
             notes.append(note)
             continue
-        fault = f"not {kind}: {', '.join(existing)}"
+
+        fault = f"not a reward that was returned: {', '.join(existing_names)}"
+        remedy = f"{suggestion} If it is another reward that few episodes carry, return it in all of them."
+        if is_role:
+            fault = f"not a role of the application: {', '.join(existing_names)}"
+            remedy = f"{suggestion} Name the role so, or list it under `roles` if it shows only on some tasks.".strip()
         # A user names weights; all other names come with the recipe, and the application has to follow them.
         if setting == "weights":
             errors.append(ConfigError("rewards.weights", name, f"is {fault}", remedy))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,6 +36,16 @@ def by_equal(recipes: Iterable[tuple[Method, str]]) -> list[tuple[Method, list[s
         if name:
             names[different.index(recipe)].append(name)
     return list(zip(different, names, strict=True))
+
+
+class RecipePart(NamedTuple):
+    """The samples of a step that one recipe trains."""
+
+    name: str
+    """The names of the policies that name the recipe, joined by "+"; "" for the run's recipe."""
+    recipe: Method
+    indices: list[int]
+    """The indices of the samples in the step."""
 
 
 class Recipes(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,16 +91,16 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         """The different recipes of `roles`, each with its roles."""
         return by_equal((self.of_role(role), role) for role in roles)
 
-    def able(self, scorers: Iterable[str]) -> list[str] | None:
+    def trainable_roles(self, roles_with_scorer: Iterable[str]) -> list[str] | None:
         """The roles that can be trained; None if all can.
 
-        Under a tree plan a role needs a scorer, or a policy that takes no rewards. `scorers` are the roles that have a
-        scorer.
+        Under a tree plan, candidates are compared by the rewards of their role's scorer. Only a role whose policy
+        learns from a teacher can do without one.
         """
         if self.run.plan != "tree" or not any(recipe.takes_rewards for recipe in self.every):
             return None
-        without_rewards = [role for role in self.roles if not self.of_role(role).takes_rewards]
-        return list(dict.fromkeys([*scorers, *without_rewards]))
+        taught_roles = [role for role in self.roles if not self.of_role(role).takes_rewards]
+        return list(dict.fromkeys([*roles_with_scorer, *taught_roles]))
 
     @property
     def parts(self) -> list[tuple[Method, list[str]]]:
@@ -97,25 +108,21 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         named = [(recipe, policy) for policy, recipe in self.own.items()]
         return by_equal([(self.run, ""), *named])
 
-    def split(self, samples: Sequence[Sample]) -> list[tuple[str, Method, list[int]]]:
-        """Divide the samples by the recipe that trains them.
+    def split(self, samples: Sequence[Sample]) -> list[RecipePart]:
+        """Divide the samples by the recipe that trains them: a part for each recipe, also without samples."""
+        (run_recipe, run_policies), *other_recipes = self.parts
+        run_part = RecipePart("", run_recipe, [])
+        parts = [run_part]
+        part_of_policy = dict.fromkeys(run_policies, run_part)
+        for recipe, policies in other_recipes:
+            part = RecipePart("+".join(policies), recipe, [])
+            parts.append(part)
+            part_of_policy |= dict.fromkeys(policies, part)
 
-        Returns for each recipe the names of its policies, joined by "+" ("" for the run's recipe), the recipe, and the
-        indices of its samples.
-        """
-        # The first part has the run's recipe, which also trains the policies that no [[policy]] table names.
-        part_of_policy: dict[str, int] = {}
-        for number, (_, policies) in enumerate(self.parts):
-            part_of_policy |= dict.fromkeys(policies, number)
-        indices: list[list[int]] = [[] for _ in self.parts]
         for i, sample in enumerate(samples):
-            indices[part_of_policy.get(sample.policy.name, 0)].append(i)
-
-        split: list[tuple[str, Method, list[int]]] = []
-        for number, (recipe, policies) in enumerate(self.parts):
-            name = "+".join(policies) if number > 0 else ""
-            split.append((name, recipe, indices[number]))
-        return split
+            # The run's recipe also trains the policies that no [[policy]] table names.
+            part_of_policy.get(sample.policy.name, run_part).indices.append(i)
+        return parts
 
 
 def check_together(recipes: Recipes) -> None:
@@ -131,14 +138,15 @@ def check_together(recipes: Recipes) -> None:
 
 
 def attributed_each(collected: Collected, recipes: Recipes) -> Floats:
-    """The reward of each sample by its policy's recipe. [n]"""
+    """The reward of each collected sample by the recipe of its policy, [n]; NaN if it is unknown."""
     rewards = np.full(len(collected.samples), np.nan)
     for _, recipe, indices in recipes.split(collected.samples):
         samples = [collected.samples[i] for i in indices]
-        # Answers of other calls help to compute the rewards. They come last, and are cut off again.
+        # Some recipes add the rewards of an episode's other answers to the reward of a sample. So these answers are
+        # part of the step, after the samples, although their rewards are not among the result.
         other_answers = _other_answers(collected.samples, samples, recipe, collected.others)
-        all_rewards = rewards_of(recipe, recipe.step([*samples, *other_answers]))
-        rewards[indices] = all_rewards[: len(samples)]
+        rewards_with_others = rewards_of(recipe, recipe.step([*samples, *other_answers]))
+        rewards[indices] = rewards_with_others[: len(samples)]
     return rewards
 
 
@@ -156,13 +164,14 @@ def prepare_each(
     """
     parts: list[Prepared] = []
     state = state or AdvantageState()
-    for part, recipe, indices in recipes.split(samples):
-        of_recipe = [samples[i] for i in indices]
-        # Empty parts are skipped, except the run's: a step without any sample still needs one result.
-        if not of_recipe and part:
+    for part_name, recipe, indices in recipes.split(samples):
+        is_run_recipe = part_name == ""
+        # Recipes without samples are skipped, but not the run's: a step without any sample needs one result, too.
+        if not indices and not is_run_recipe:
             continue
-        other_answers = _other_answers(samples, of_recipe, recipe, others)
-        prepared = prepare(of_recipe, recipe, state, context=context, others=other_answers, part=part)
+        samples_of_recipe = [samples[i] for i in indices]
+        other_answers = _other_answers(samples, samples_of_recipe, recipe, others)
+        prepared = prepare(samples_of_recipe, recipe, state, context=context, others=other_answers, part=part_name)
         parts.append(prepared)
         state = prepared.state
     return parts[0] if len(parts) == 1 else _join_parts(parts)
@@ -207,14 +216,20 @@ def _join_parts(parts: Sequence[Prepared]) -> Prepared:
 
 
 def _other_answers(
-    samples: Sequence[Sample], of_recipe: Sequence[Sample], recipe: Method, others: Sequence[Sample]
+    samples: Sequence[Sample],
+    samples_of_recipe: Sequence[Sample],
+    recipe: Method,
+    untrained_answers: Sequence[Sample],
 ) -> Sequence[Sample]:
-    """The chosen answers of other calls in the same episodes, if the recipe adds their rewards to its samples'."""
+    """The answers of other calls of an episode, if the recipe adds their rewards to the rewards of its samples.
+
+    They are the chosen answers among the samples of other recipes, and `untrained_answers` (`Collected.others`).
+    """
     if not recipe.joins_calls:
         return ()
-    if len(of_recipe) == len(samples):
-        return others
-    ids = {sample.id for sample in of_recipe}
-    episodes = {sample.rollout for sample in of_recipe}
-    of_other_recipes = [sample for sample in samples if sample.chosen and sample.id not in ids]
-    return [sample for sample in [*others, *of_other_recipes] if sample.rollout in episodes]
+    if len(samples_of_recipe) == len(samples):  # no other recipe has samples
+        return untrained_answers
+    ids = {sample.id for sample in samples_of_recipe}
+    episodes = {sample.rollout for sample in samples_of_recipe}
+    answers_of_other_recipes = [sample for sample in samples if sample.chosen and sample.id not in ids]
+    return [answer for answer in [*untrained_answers, *answers_of_other_recipes] if answer.rollout in episodes]

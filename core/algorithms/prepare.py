@@ -197,20 +197,25 @@ class _Rewards(NamedTuple):
 
 
 def _compute_rewards(samples: Sequence[Sample], step: Step, recipe: Method) -> _Rewards:
-    """The rewards of `samples`, the first samples of the step. Raises GroupError if one is too large for training."""
+    """The rewards of `samples`, the first n samples of the step; other answers of their episodes follow in the step.
+
+    Raises GroupError if a reward is too large for training.
+    """
     n = len(samples)
-    with_others = rewards_of(recipe, step)
-    shown = _known_rewards(samples, step.samples, with_others[:n])
-    _require_small(samples, with_others[:n])
-    if recipe.takes_rewards:
-        has_reward = ~(np.isnan(with_others) | step.unknown)[:n]
-    else:  # a teacher, or the policy itself, scores these samples
-        with_others = np.nan_to_num(with_others)
+    rewards_with_others = rewards_of(recipe, step)
+    rewards = rewards_with_others[:n]
+    shown = _rewards_to_show(samples, step.samples, rewards)
+    _require_small(samples, rewards)
+    has_reward = ~(np.isnan(rewards) | step.unknown[:n])
+    if not recipe.takes_rewards:
+        # A teacher, or the policy itself, scores these samples: a missing reward is no reason to leave one out.
+        rewards_with_others = np.nan_to_num(rewards_with_others)
+        rewards = rewards_with_others[:n]
         has_reward = np.ones(n, np.bool_)
     ties = np.zeros(n, np.bool_)
     if recipe.filters.ties:
-        ties = has_reward & tied(samples, with_others[:n])
-    return _Rewards(with_others, of_samples=with_others[:n], shown=shown, has_reward=has_reward, ties=ties)
+        ties = has_reward & tied(samples, rewards)
+    return _Rewards(rewards_with_others, of_samples=rewards, shown=shown, has_reward=has_reward, ties=ties)
 
 
 class _ComparedGroups(NamedTuple):
@@ -428,20 +433,26 @@ def group_spread(groups: Sequence[Group], rewards: Sequence[Floats], recipe: Met
         members += group.samples
         group_of_member += [number] * len(group.samples)
     reward_of_member: Floats = np.concatenate([np.zeros(0), *rewards])  # without groups there is nothing to join
-    counted = units(members, reward_of_member, np.array(group_of_member, np.int64), recipe.unit)
-    return spread(counted, len(groups))
+    # A recipe compares the rewards of samples, of tokens, or of whole trajectories: its units.
+    group_units = units(members, reward_of_member, np.array(group_of_member, np.int64), recipe.unit)
+    return spread(group_units, len(groups))
 
 
-def _known_rewards(samples: Sequence[Sample], samples_and_others: Sequence[Sample], rewards: Floats) -> Floats:
-    """The rewards that figures show, [n]: `rewards`, with NaN for the failures that stand for no real reward.
+def _rewards_to_show(samples: Sequence[Sample], step_samples: Sequence[Sample], rewards: Floats) -> Floats:
+    """The rewards that figures show, [n]: NaN instead of the 0 that a failed episode has if no episode finished.
 
-    With "lowest" a failed episode has the lowest reward of the finished episodes. If no episode finished, that is only
-    a placeholder.
+    With "lowest" a failed episode has the lowest reward of the finished episodes. Without any finished episode, its 0
+    is no reward that a figure may show.
     """
-    if any(sample.failure is None for sample in samples_and_others):
+    some_episode_finished = any(sample.failure is None for sample in step_samples)
+    if some_episode_finished:
         return rewards
-    is_placeholder = [s.failure == "lowest" and not (s.rewards or s.outcome) for s in samples]
-    return np.where(np.array(is_placeholder, np.bool_), np.nan, rewards)
+    shown = rewards.copy()
+    for i, sample in enumerate(samples):
+        has_rewards = sample.rewards or sample.outcome
+        if sample.failure == "lowest" and not has_rewards:
+            shown[i] = np.nan
+    return shown
 
 
 def _role_stats(

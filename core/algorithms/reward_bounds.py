@@ -54,33 +54,35 @@ def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds |
     if adds_up or has_penalties or attribution.gates or attribution.absent is not None:
         return None
 
-    # 1. The components of the role's answers.
-    answers: list[Mapping[str, float]] = []
-    for episode in played:
-        answers += [sample.rewards for sample in episode.samples if sample.role == role]
-    own: Bounds | None = (0.0, 0.0)
+    # 1. The rewards of the role's answers, each with its components by name.
+    answer_rewards: list[Mapping[str, float]] = []
     if attribution.own:
-        own = _bounds_of_sum(answers, role, attribution, goal.bounds.get(role), outcome=False)
-    if own is None or not attribution.outcome:
-        return own
+        for episode in played:
+            answer_rewards += [sample.rewards for sample in episode.samples if sample.role == role]
+    answer_bounds = _bounds_of_sum(answer_rewards, role, attribution, goal.bounds.get(role), outcome=False)
+    if answer_bounds is None or not attribution.outcome:
+        return answer_bounds
 
     # 2. The outcome of its episodes. A component that the answers also have counts only there. If only some answers
     #    have it, some groups take it from the answers and others from the outcome, so the bounds are not known.
-    in_answers: set[str] = set()
-    if attribution.own:
-        in_answers = _names(answers)
-        if any(in_answers - components.keys() for components in answers):
+    names_in_answers = _names(answer_rewards)
+    for components in answer_rewards:
+        if components.keys() != names_in_answers:
             return None
     outcomes: list[Mapping[str, float]] = []
     for episode in played:
-        outcomes.append({name: value for name, value in episode.outcome.items() if name not in in_answers})
-    outcome = _bounds_of_sum(outcomes, role, attribution, declared=None, outcome=True)
-    if outcome is None:
+        outcomes.append({name: value for name, value in episode.outcome.items() if name not in names_in_answers})
+    outcome_bounds = _bounds_of_sum(outcomes, role, attribution, declared=None, outcome=True)
+    if outcome_bounds is None:
         return None
     failure = _failure_bound(goal)
     if failure is not None:
-        outcome = _enclosing_bounds([outcome, (failure, failure)])
-    return own[0] + outcome[0], own[1] + outcome[1]
+        outcome_bounds = _enclosing_bounds([outcome_bounds, (failure, failure)])
+
+    # 3. The reward is the sum of both.
+    lowest_answer, highest_answer = answer_bounds
+    lowest_outcome, highest_outcome = outcome_bounds
+    return lowest_answer + lowest_outcome, highest_answer + highest_outcome
 
 
 def _failure_bound(goal: Goal) -> float | None:

@@ -51,23 +51,26 @@ class Regrouped(msgspec.Struct, frozen=True, kw_only=True):
 def regroup(
     store: Store,
     episodes: Iterable[Episode],
-    chosen: Recipes,
+    recipes: Recipes,
     config: TrainConfig,
     roles: Mapping[str, str] | None = None,
     step: int | None = None,
 ) -> Regrouped:
     """Group the candidates of recorded episodes and compute their advantages, as in training step `step`.
 
-    `chosen` are the recipes of the policies, and `roles` the result of `trained_roles`.
+    `roles` are the trained roles with the policies that play them in this step (`trained_roles`); None for all roles,
+    played as configured.
     """
 
     def recipe_of_role(role: str) -> Method:
-        return chosen.of_role(role) if roles is None else chosen.of(roles.get(role, ""))
+        if roles is None:
+            return recipes.of_role(role)
+        return recipes.of(roles.get(role, ""))
 
     collected = collect(
         store,
         episodes,
-        plan=chosen.run.plan,
+        plan=recipes.run.plan,
         roles=roles,
         on_failure=failure_reward(config.on_failure),
         method_of=recipe_of_role,
@@ -75,11 +78,12 @@ def regroup(
     samples = collected.samples
     left_out = Counter(collected.left_out)
     candidates = len(samples) + left_out.total()
-    frozen: set[str] = set()
+    frozen_policies: set[str] = set()
     if step is not None:
-        frozen = {sample.policy.name for sample in samples if not config.trains(sample.policy.name, step)}
+        frozen_policies = {sample.policy.name for sample in samples if not config.trains(sample.policy.name, step)}
     try:
-        prepared = prepare_each(samples, chosen, context=StepContext(frozen=frozen), others=collected.others)
+        context = StepContext(frozen=frozen_policies)
+        prepared = prepare_each(samples, recipes, context=context, others=collected.others)
     except GroupError as error:
         return Regrouped(
             collected=collected,
@@ -90,9 +94,12 @@ def regroup(
             problems=(str(error),),
         )
     problems = prepared.warnings
-    if any(method.unread for method in chosen.every):
-        prepared = _hide_unread_advantages(prepared, chosen)
-        names = ", ".join(method.name for method in chosen.every if method.unread)
+    # A command that shows a run does not load the user's recipe classes. `Unread` stands for them, and its advantages
+    # are not the ones of the run.
+    unread_recipes = [recipe.name for recipe in recipes.every if recipe.unread]
+    if unread_recipes:
+        prepared = _hide_unread_advantages(prepared, recipes)
+        names = ", ".join(unread_recipes)
         text = (
             f"Your code for {names} is not run here: the advantages are not shown, and the rewards are plain sums in "
             "the default groups of the plan."
@@ -102,7 +109,7 @@ def regroup(
     return Regrouped(
         collected=collected,
         prepared=prepared,
-        groups=_groups_with_rewards(collected, chosen),
+        groups=_groups_with_rewards(collected, recipes),
         left_out=left_out,
         candidates=candidates,
         problems=problems,
@@ -110,8 +117,7 @@ def regroup(
 
 
 def _hide_unread_advantages(prepared: Prepared, recipes: Recipes) -> Prepared:
-    """Replace advantages that the user's code would compute by NaN: a command that shows a run does not run this
-    code."""
+    """Replace the advantages of samples whose recipe is a class of the user, which was not loaded, by NaN."""
     is_unread = [recipes.of(sample.policy.name).unread for sample in prepared.samples]
     advantages = np.where(np.array(is_unread, np.bool_), np.nan, prepared.advantages)
     return msgspec.structs.replace(prepared, advantages=advantages)
@@ -157,21 +163,22 @@ def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True
     configuration.
     """
 
-    def resolve(name: str, settings: Mapping[str, Any], policy: str = "") -> Method:
+    def resolve(name: str, settings: Mapping[str, Any], policy: str) -> Method:
         if is_own(name) and not run_code:
             return Unread(name, plan)
         return _resolve_recipe(name, plan, settings, policy)
 
-    default_name = config.recipe or USUAL[plan]
-    own: dict[str, Method] = {}
-    roles: dict[str, str] = {}
+    name_of_run = config.recipe or USUAL[plan]
+    recipe_of_policy: dict[str, Method] = {}
+    policy_of_role: dict[str, str] = {}
     for policy in config.policy:
         name, settings = _recipe_settings(config, policy)
-        if policy.recipe or changed_settings(policy.rewards, policy.loss):
-            own[policy.name] = resolve(name or default_name, settings, policy.name)
-        roles |= dict.fromkeys(policy.roles, policy.name)
-    _, settings_of_run = _recipe_settings(config, None)
-    return Recipes(run=resolve(default_name, settings_of_run), own=own, roles=roles)
+        has_own_recipe = policy.recipe or changed_settings(policy.rewards, policy.loss)
+        if has_own_recipe:
+            recipe_of_policy[policy.name] = resolve(name or name_of_run, settings, policy.name)
+        policy_of_role |= dict.fromkeys(policy.roles, policy.name)
+    recipe_of_run = resolve(name_of_run, changed_settings(config.rewards, config.loss), policy="")
+    return Recipes(run=recipe_of_run, own=recipe_of_policy, roles=policy_of_role)
 
 
 def _resolve_recipe(name: str, plan: PlanKind, settings: Mapping[str, Any], policy: str) -> Method:
@@ -183,26 +190,34 @@ def _resolve_recipe(name: str, plan: PlanKind, settings: Mapping[str, Any], poli
     try:
         method = recipe(name, plan=plan, **settings)
     except ConfigError as error:
-        owner = f"of policy {policy} " if policy else ""
-        if error.field in settings:
-            # The recipe reports its own attribute. Name it as a field of a table in the configuration.
-            field = dotted_name(error.field)
-            if policy:
-                field = f"policy.{field}"
-            raise ConfigError(field, error.value, f"{owner}{error.fault}", error.remedy) from None
-        if not policy:
-            raise
-        # No table sets the faulty field: the policy's recipe does not fit the plan of the run.
-        fault = f"{owner}cannot be used here: {error.field} = {error.value!r} {error.fault}"
-        remedy = f"All policies of a run have its plan, which is {plan}. Name another recipe, or --plan."
-        raise ConfigError("policy.recipe", name, fault, remedy) from None
+        raise _error_of_configuration(error, name, plan, settings, policy) from None
+    # What opens a teacher or shows a run reads `kl_to` from the configuration and does not load the user's class. So a
+    # class of the user and the configuration must agree.
     kl_to = method.loss.kl_to
     if is_own(name) and kl_to != settings.get("kl_to", "untrained"):
-        # Teachers are opened, and runs are shown, from the configuration alone, without loading the class.
-        field, table = ("policy.recipe", "policy.loss") if policy else ("recipe", "loss")
+        field = "policy.recipe" if policy else "recipe"
+        table = "policy.loss" if policy else "loss"
         fault = f"has a loss with kl_to = {kl_to!r}, which the configuration must say too"
         raise ConfigError(field, name, fault, f'Set kl_to = "{kl_to}" in [{table}].')
     return method
+
+
+def _error_of_configuration(
+    error: ConfigError, name: str, plan: PlanKind, settings: Mapping[str, Any], policy: str
+) -> ConfigError:
+    """The error of `recipe`, which names an attribute of the recipe, as an error about a field of the configuration."""
+    owner = f"of policy {policy} " if policy else ""
+    if error.field in settings:
+        field = dotted_name(error.field)
+        if policy:
+            field = f"policy.{field}"
+        return ConfigError(field, error.value, f"{owner}{error.fault}", error.remedy)
+    if not policy:
+        return error
+    # No table sets the faulty field: the policy's recipe does not fit the plan of the run.
+    fault = f"{owner}cannot be used here: {error.field} = {error.value!r} {error.fault}"
+    remedy = f"All policies of a run have its plan, which is {plan}. Name another recipe, or --plan."
+    return ConfigError("policy.recipe", name, fault, remedy)
 
 
 def _recipe_settings(config: TrainConfig, policy_table: PolicyConfig | None) -> tuple[str | None, Mapping[str, Any]]:
@@ -219,15 +234,18 @@ def _recipe_settings(config: TrainConfig, policy_table: PolicyConfig | None) -> 
 
 
 def taught_by(config: TrainConfig, policy_table: PolicyConfig | None = None) -> KlTo:
-    """The source that a policy learns from, under any plan: a "teacher", the policy it"self", or only rewards
-    ("untrained"). `policy_table` is the [[policy]] table of the policy, None for a policy without one."""
+    """The model that a policy learns from, under any plan (the setting `kl_to`).
+
+    It is "teacher", "self" (the policy itself, which sees more), or "untrained" if the policy learns only from rewards.
+    `policy_table` is the [[policy]] table of the policy, None for a policy without one.
+    """
     name, settings = _recipe_settings(config, policy_table)
-    source: KlTo = "untrained"
-    if name is not None and name in RECIPES:
-        source = RECIPES[name].loss.kl_to
     if "kl_to" in settings:
-        source = settings["kl_to"]
-    return source
+        kl_to: KlTo = settings["kl_to"]
+        return kl_to
+    if name is not None and name in RECIPES:
+        return RECIPES[name].loss.kl_to
+    return "untrained"
 
 
 def all_taught(config: TrainConfig) -> bool:

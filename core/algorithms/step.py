@@ -152,10 +152,15 @@ class Step:
         return np.bincount(episode_index, rewards[group]) / np.bincount(episode_index), episode_index
 
     def moving_average(self, group: Codes, mean: float, decay: float) -> float:
-        """Update the moving average of a group, b <- decay b + (1 - decay) mean, from 0, and return the new b."""
-        (key,) = keys([self.samples[group[0]]], self._key)
+        """Update the moving average of a group, b <- decay b + (1 - decay) mean, from 0, and return the new b.
+
+        A group has the same average in every step in which it has the same key. Each recipe has its own averages.
+        """
+        first_sample = self.samples[group[0]]
+        (key,) = keys([first_sample], self._key)  # all samples of the group have this key
         assert isinstance(key, tuple)
-        name = f"{self._part} {'/'.join(map(str, key))}".strip()
+        key_text = "/".join(map(str, key))
+        name = f"{self._part} {key_text}".strip()  # the run's recipe has no part name
         average = decay * self.state.ema.get(name, 0.0) + (1.0 - decay) * mean
         self.state = AdvantageState({**self.state.ema, name: average})
         return average

@@ -98,7 +98,7 @@ async def preflight(
         notes.append(f"no episode has come to: {', '.join(others)}; a role has no policy before it has called")
 
     # 3. The policies, and whether the rewards can train them.
-    able = recipes.able(workflow.scorers)
+    able = recipes.trainable_roles(workflow.scorers)
     policies = resolve_policies(config, [*rewards, *expected_roles], scored=able, workflow=workflow.variable)
     rewards_of_episodes = list(store.rewards(episode.id for episode in episodes).values())
     unknown_components: set[str] = set()

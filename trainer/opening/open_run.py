@@ -90,7 +90,7 @@ async def open_run(
                 count = min(config.tasks_per_step, len(tasks))
                 notes.append(expected_budget(config, store, policies.learning, plan, count))
         else:
-            policies, notes = _policies_of_checkpoint(config, saved[0], recipes.able(workflow.scorers))
+            policies, notes = _policies_of_checkpoint(config, saved[0], recipes.trainable_roles(workflow.scorers))
         check_routing(config.routing, policies)
 
         # 4. The learner, and the runner of episodes.

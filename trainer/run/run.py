@@ -187,7 +187,7 @@ class RolloutRun(Run):
 
     def joined(self, policies: Policies, roles: Sequence[str]) -> Policies:
         """Return `policies` with policies for those of `roles` that have none yet, as the configuration says."""
-        return add_policies(self.config, policies, roles, scored=self.recipes.able(self.workflow.scorers))
+        return add_policies(self.config, policies, roles, scored=self.recipes.trainable_roles(self.workflow.scorers))
 
     def policies_at(self, step: int) -> Policies:
         """Return the policies with the roles that they play in a step of training (`routing.swap`)."""

@@ -156,7 +156,7 @@ def test_recipes_that_do_not_fit_are_named_before_work_starts() -> None:
     with pytest.raises(ConfigError, match=r"policy.recipe = 'grpo' of policy q cannot be used here: .*, which is tree"):
         resolved(["a"], policy("p", "a"), policy("q", "b", recipe="grpo"))
     config = convert({"model": "m", "policy": [policy("p", "a"), policy("q", "b", recipe="dapo")]})
-    able = resolve_plan(config, ["a"])[1].able(["a"])
+    able = resolve_plan(config, ["a"])[1].trainable_roles(["a"])
     with pytest.raises(ConfigError, match=r"policy.kind = 'lora for q' cannot be trained under the tree plan: none"):
         resolve_policies(config, ["a", "b"], scored=able)
     with pytest.raises(ConfigError, match=r"policy.loss.critic_sees = 'x' was removed"):

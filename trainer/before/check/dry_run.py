@@ -202,7 +202,7 @@ def _read_input(
         plan=plan,
         plan_text=plan_text,
         recipes=recipes,
-        able=recipes.able(flow.scorers),
+        able=recipes.trainable_roles(flow.scorers),
         bases=load_bases(config) if count_tokens or len(config.bases) > 1 else {},
     )
 
