@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Hashable, Sequence
 from difflib import SequenceMatcher
+from itertools import accumulate
 from typing import NamedTuple
 
 from cotune.prompts.templates import Template
@@ -118,22 +119,23 @@ def _by_lines(a: Row, b: Row) -> list[Block]:
     """
     lines_a = _lines(a)
     lines_b = _lines(b)
+    # The index of the first word of each line, and of the end.
+    word_of_line_a = [0, *accumulate(map(len, lines_a))]
+    word_of_line_b = [0, *accumulate(map(len, lines_b))]
+
     blocks: list[Block] = []
-    # The next word and the next line of each row that no block covers yet.
-    word_a = word_b = 0
-    line_a = line_b = 0
-    for shared in _by_words([*lines_a], [*lines_b]):  # here each line counts as one word
-        # The words before the shared lines differ as lines, but may have words in common.
-        start_a = word_a + sum(map(len, lines_a[line_a : shared.a]))
-        start_b = word_b + sum(map(len, lines_b[line_b : shared.b]))
-        for inner in _by_words(a[word_a:start_a], b[word_b:start_b]):
-            blocks.append(Block(word_a + inner.a, word_b + inner.b, inner.size))
-        words = sum(map(len, lines_a[shared.a : shared.a + shared.size]))
-        blocks.append(Block(start_a, start_b, words))
-        word_a = start_a + words
-        word_b = start_b + words
-        line_a = shared.a + shared.size
-        line_b = shared.b + shared.size
+    # The first words after the block before.
+    next_a = 0
+    next_b = 0
+    for shared_lines in _by_words([*lines_a], [*lines_b]):  # here each line counts as one word
+        start_a = word_of_line_a[shared_lines.a]
+        start_b = word_of_line_b[shared_lines.b]
+        # The lines before the shared ones differ, but may have words in common.
+        for shared_words in _by_words(a[next_a:start_a], b[next_b:start_b]):
+            blocks.append(Block(next_a + shared_words.a, next_b + shared_words.b, shared_words.size))
+        next_a = word_of_line_a[shared_lines.a + shared_lines.size]
+        next_b = word_of_line_b[shared_lines.b + shared_lines.size]
+        blocks.append(Block(start_a, start_b, next_a - start_a))
     return blocks
 
 
@@ -170,10 +172,10 @@ def common_characters(a: Row, blocks: Sequence[Block]) -> int:
 
 def are_one_prompt(a: Row, b: Row, blocks: Sequence[Block], firm_a: bool, firm_b: bool) -> bool:
     """Whether two rows are texts of one prompt: they share half of the shorter one, a long start or end, or one long
-    run.
+    run. `blocks` are the runs of words that they share.
 
     A row is `firm` if it already stands for several texts or tasks. Most of its characters must then be shared, so that
-    one similar text cannot wear it down.
+    one text that is only similar does not turn most of the prompt into slots.
     """
     shared = common_characters(a, blocks)
     length_a = constant_characters(a)
@@ -185,19 +187,25 @@ def are_one_prompt(a: Row, b: Row, blocks: Sequence[Block], firm_a: bool, firm_b
     if firm_b and shared < _STAYING_SHARE * length_b:
         return False
 
+    # 1. Half of the shorter text.
     shorter = min(length_a, length_b)
     if shared >= shorter / 2:
         return True
+
+    # 2. One long run.
     run_lengths = [constant_characters(a[block.a : block.a + block.size]) for block in blocks]
     if max(run_lengths) >= LONG_RUN:
         return True
+
+    # 3. A long run at the start of both texts, or at the end of both.
+    long_edge = _EDGE if shorter >= _SHORT_TEXT else _SHORT_TEXT_EDGE
     first = blocks[0]
     last = blocks[-1]
-    common_start = run_lengths[0] if first.a == first.b == 0 else 0
+    start_together = first.a == 0 and first.b == 0
     end_together = last.a + last.size == len(a) and last.b + last.size == len(b)
-    common_end = run_lengths[-1] if end_together else 0
-    long_edge = _EDGE if shorter >= _SHORT_TEXT else _SHORT_TEXT_EDGE
-    return max(common_start, common_end) >= long_edge
+    if start_together and run_lengths[0] >= long_edge:
+        return True
+    return end_together and run_lengths[-1] >= long_edge
 
 
 def merge_rows(a: Row, b: Row, blocks: Sequence[Block]) -> Row:
@@ -276,26 +284,28 @@ def move_spaces_out(template: Template, texts: Sequence[str]) -> Template:
     """Move white space out of the slots of a template: if all values of a slot begin or end with it, it is constant
     text. `texts` are the texts from which the values are read.
     """
-    values: list[tuple[str, ...]] = []
+    values_of_texts: list[tuple[str, ...]] = []
     for text in texts:
-        matched = template.match(text)
-        if isinstance(matched, tuple):  # else it matches in several ways, or not
-            values.append(matched)
+        values = template.match(text)
+        if isinstance(values, tuple):  # else the text matches in several ways, or not
+            values_of_texts.append(values)
     pieces: list[str | int] = []
     for piece in template.pieces:
         if isinstance(piece, str):
             pieces.append(piece)
             continue
-        slot_values = [values_of_text[piece - 1] for values_of_text in values]
-        spaces_before = [value[: len(value) - len(value.lstrip())] for value in slot_values]
-        common_start = _common_start(spaces_before)
-        without_start = [value[len(common_start) :] for value in slot_values]
-        spaces_after = [value[len(value.rstrip()) :] for value in without_start]
-        common_end = _common_start([spaces[::-1] for spaces in spaces_after])[::-1]
-        pieces += [common_start, piece, common_end]
+        slot = piece
+        slot_values = [values[slot - 1] for values in values_of_texts]  # slots count from 1
+        space_before = _common_start_space(slot_values)
+        # Without the space before, so that a value of spaces only is not taken apart twice.
+        values_after_space = [value.removeprefix(space_before) for value in slot_values]
+        reversed_values = [value[::-1] for value in values_after_space]
+        space_after = _common_start_space(reversed_values)[::-1]
+        pieces += [space_before, slot, space_after]
     return Template.of(pieces)
 
 
-def _common_start(texts: Sequence[str]) -> str:
-    """The common start of all texts."""
-    return os.path.commonprefix(list(texts))  # noqa: RUF071, of characters
+def _common_start_space(texts: Sequence[str]) -> str:
+    """The white space that all texts begin with."""
+    spaces = [text[: len(text) - len(text.lstrip())] for text in texts]
+    return os.path.commonprefix(spaces)  # noqa: RUF071, of characters

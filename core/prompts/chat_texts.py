@@ -19,6 +19,8 @@ KIND_NAMES: Mapping[Kind, tuple[str, str]] = {
 ReplaceText = Callable[[Kind, str, str], str | None]
 """Called with a text (kind, key, text). Returns its replacement, or None to leave it unchanged."""
 
+MESSAGE_KEY = ""
+"""The key of the texts of messages: they have no name, unlike the descriptions of tools and schemas."""
 _KINDS: Mapping[Any, Kind] = {"system": "system", "developer": "system", "user": "user"}
 _NAMED = ("properties", "$defs", "definitions", "patternProperties")
 """Keys of a schema whose values are schemas by name."""
@@ -44,17 +46,18 @@ def map_body(body: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str,
 
 def map_message(message: Any, replace_text: ReplaceText) -> Any:
     """A system, developer or user message with replaced texts: its content, or each text of a content in parts."""
-    kind = _KINDS.get(message.get("role")) if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping):
+        return message
+    kind = _KINDS.get(message.get("role"))
     if kind is None:
         return message
     content = message.get("content")
+    new_content = content
     if isinstance(content, str):
-        new: Any = _replacement(replace_text, kind, "", content)
+        new_content = _replacement(replace_text, kind, MESSAGE_KEY, content)
     elif isinstance(content, list | tuple):
-        new = map_list(content, lambda part: _replace_in_part(part, kind, replace_text))
-    else:
-        return message
-    return message if new is content else {**message, "content": new}
+        new_content = map_list(content, lambda part: _replace_in_part(part, kind, replace_text))
+    return message if new_content is content else {**message, "content": new_content}
 
 
 def map_tool(tool: Any, replace_text: ReplaceText) -> Any:
@@ -137,8 +140,10 @@ def _replace_in_part(part: Any, kind: Kind, replace_text: ReplaceText) -> Any:
     if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text"):
         return part
     text = part.get("text")
-    new = _replacement(replace_text, kind, "", text) if isinstance(text, str) else text
-    return part if new is text else {**part, "text": new}
+    if not isinstance(text, str):
+        return part
+    new_text = _replacement(replace_text, kind, MESSAGE_KEY, text)
+    return part if new_text is text else {**part, "text": new_text}
 
 
 def _replacement(replace_text: ReplaceText, kind: Kind, key: str, text: str) -> str:

@@ -115,16 +115,20 @@ class RoleEdits:
         """The parts that a text at this place may match, with the most constant text first."""
         return self._parts.get((kind, key), [])
 
-    def edits(self, kind: Kind, key: str | None = None) -> bool:
-        """Whether a part of this kind is edited; with `key`, at this place."""
-        return any(kind == place[0] and key in (None, place[1]) for place in self._edited)
+    def edits_kind(self, kind: Kind) -> bool:
+        """Whether any part of this kind is edited."""
+        return any(kind == edited_kind for edited_kind, _ in self._edited)
+
+    def edits_place(self, kind: Kind, key: str) -> bool:
+        """Whether a part at this place is edited."""
+        return (kind, key) in self._edited
 
 
 class _Miss(NamedTuple):
     """An edited part, and how many characters of the most similar text match it before the first difference."""
 
     part: PromptPart
-    reach: int
+    matching_characters: int
 
 
 class CallEdits:
@@ -133,8 +137,8 @@ class CallEdits:
     def __init__(self, edits: RoleEdits) -> None:
         """`edits` are the edits of the role that makes the call."""
         self._edits = edits
-        self._recognized: dict[tuple[Kind, str], bool] = {}
-        """The places of parts where the call has a text, and whether a text at the place matches a part."""
+        self._matched: dict[tuple[Kind, str], bool] = {}
+        """The places (kind and key) of parts where the call has a text, and whether a text there matches a part."""
         self._closest_miss: _Miss | None = None
         self.edited = 0
         """Number of texts that were changed."""
@@ -151,6 +155,7 @@ class CallEdits:
         candidates = self._edits.among(kind, key)
         if not candidates:
             return None
+        # 1. The parts that the text matches, each with the values of its slots.
         matches: list[tuple[PromptPart, tuple[str, ...] | Reading]] = []
         most_constant = 0
         for part in candidates:  # the ones with the most constant text first
@@ -160,18 +165,21 @@ class CallEdits:
             if values is not None:
                 matches.append((part, values))
                 most_constant = part.old.constant
-        self._recognized[kind, key] = self._recognized.get((kind, key), False) or bool(matches)
-        if not matches:
+        if matches:
+            self._matched[kind, key] = True
+        else:
+            self._matched.setdefault((kind, key), False)
             self._note_miss(kind, key, text)
             return None
         edited = [part for part, _ in matches if part.edited]
         if not edited:
             return None
 
+        # 2. Their texts with these values. They must all be the same.
         replacements: set[str] = set()
         is_ambiguous = False
         for part, values in matches:
-            if isinstance(values, Reading):
+            if isinstance(values, Reading):  # the part matches, but with several values of a slot
                 is_ambiguous = True
             else:
                 replacements.add(part.now.fill(values))
@@ -184,14 +192,14 @@ class CallEdits:
     def _note_miss(self, kind: Kind, key: str, text: str) -> None:
         """Note a text that matches no part, although an edited part belongs at its place.
 
-        Of several texts, the one that is most similar to an edited part is kept, for `difference`.
+        Of several texts, `difference` reports the one that matches an edited part the longest from its beginning.
         """
         for part in self._edits.among(kind, key):
             if not part.edited:
                 continue
-            reach = part.old.reach(text)
-            if self._closest_miss is None or reach > self._closest_miss.reach:
-                self._closest_miss = _Miss(part, reach)
+            matching_characters = part.old.reach(text)
+            if self._closest_miss is None or matching_characters > self._closest_miss.matching_characters:
+                self._closest_miss = _Miss(part, matching_characters)
 
     @property
     def outcome(self) -> Outcome:
@@ -203,18 +211,22 @@ class CallEdits:
         """
         if self.ambiguous:
             return "prompt_ambiguous"
-        matched_at_edited_place = False
-        for (kind, key), matched in self._recognized.items():
-            if not self._edits.edits(kind, key):
+        has_match_at_edited_place = False
+        for (kind, key), is_matched in self._matched.items():
+            if not self._edits.edits_place(kind, key):
                 continue
-            if not matched and kind != "user":
+            if is_matched:
+                has_match_at_edited_place = True
+            elif kind != "user":
                 return "prompt_unmatched"
-            matched_at_edited_place = matched_at_edited_place or matched
-        if matched_at_edited_place:
+        if has_match_at_edited_place:
             return "edited"
-        # If only tools or schemas are edited, and this call has none of them, it needs no edit.
-        edits_messages = self._edits.edits("system") or self._edits.edits("user")
-        if not edits_messages and any(self._recognized.values()):
+
+        # Every call has messages, so an edit of a message should have matched. But not every call has the tools or the
+        # schema of an edit: without them, a call that matches an unedited part is as it should be.
+        edits_messages = self._edits.edits_kind("system") or self._edits.edits_kind("user")
+        matches_any_part = any(self._matched.values())
+        if not edits_messages and matches_any_part:
             return "edited"
         return "prompt_unmatched"
 
@@ -224,7 +236,7 @@ class CallEdits:
         miss = self._closest_miss
         if miss is None:
             return "it has no text of that kind"
-        return f"{miss.part.name} differs from character {miss.reach + 1} on"
+        return f"{miss.part.name} differs from character {miss.matching_characters + 1} on"
 
 
 def rewrite_chat(edits: CallEdits, body: Mapping[str, Any]) -> Mapping[str, Any]:

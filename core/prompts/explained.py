@@ -13,18 +13,20 @@ from cotune.records.structs import CallRecord
 WHOLE = 8
 PART = 12
 """Minimum characters of a whole answer or task text (WHOLE), and of a part of one (PART), that are searched for."""
-_OTHER = 20
+_OTHER_TASK = 20
 """Minimum characters of a text from another task: a shorter text may be a label that also occurs in prompts."""
 Texts = dict[str, set[str]]
-"""Texts by their first characters."""
+"""Texts by their first `WHOLE` characters, so that a search looks up only texts that begin like the place."""
 
 
 def texts_of(tasks: Iterable[Any]) -> Texts:
-    """Long texts of all tasks: an application may remember texts from earlier episodes."""
+    """The long texts in the inputs of all tasks: an application may remember texts from earlier episodes."""
     texts: Texts = {}
     for task in tasks:
-        for text in map(str.strip, strings(task)):
-            if len(text) >= _OTHER and " " in text:
+        for leaf in strings(task):
+            text = leaf.strip()
+            has_words = " " in text  # a single word, such as an id, may occur in prompts by chance
+            if len(text) >= _OTHER_TASK and has_words:
                 texts.setdefault(text[:WHOLE], set()).add(text)
     return texts
 
@@ -40,7 +42,7 @@ class Explained:
         for text in strings(task):
             self._add(text)
 
-    def answered(self, call: CallRecord) -> None:
+    def add_answer(self, call: CallRecord) -> None:
         """Add the answer of a call: its text, the text of its parts, and the arguments of its tool calls."""
         for candidate in call.candidates:
             self._add(candidate.text)
@@ -51,7 +53,7 @@ class Explained:
                 function = tool.get("function") if isinstance(tool, Mapping) else None
                 self._add(function.get("arguments") if isinstance(function, Mapping) else None)
 
-    def returned(self, value: Any) -> None:
+    def add_result(self, value: Any) -> None:
         """Add the result of a tool."""
         for text in strings(value):
             self._add(text)
@@ -60,24 +62,27 @@ class Explained:
         """The spans of `text` that come from known sources: answers, results of tools and inputs of tasks. They are no
         prompt.
         """
-        places: list[Span] = []
+        spans: list[Span] = []
         # Long sources may be anywhere. They are found by their first characters.
-        covered = 0
-        for begin in range(len(text) - WHOLE + 1):
-            key = text[begin : begin + WHOLE]
-            for source in (*self._texts.get(key, ()), *self._others.get(key, ())):
-                end = begin + len(source)
-                if end > covered and text.startswith(source, begin):
-                    covered = end
-                    places.append((begin, end))
+        covered_until = 0
+        for start in range(len(text) - WHOLE + 1):
+            first_characters = text[start : start + WHOLE]
+            sources = [*self._texts.get(first_characters, ()), *self._others.get(first_characters, ())]
+            for source in sources:
+                end = start + len(source)
+                # A source inside a span that was found before adds nothing.
+                if end > covered_until and text.startswith(source, start):
+                    covered_until = end
+                    spans.append((start, end))
         # A short source explains only a whole line.
         line_start = 0
         for line in text.splitlines(keepends=True):
-            if (short := line.strip()) in self._short:
-                begin = line_start + line.index(short)
-                places.append((begin, begin + len(short)))
+            words = line.strip()
+            if words in self._short:
+                start = line_start + line.index(words)
+                spans.append((start, start + len(words)))
             line_start += len(line)
-        return union(places)
+        return union(spans)
 
     def _add(self, text: Any) -> None:
         """Remember a text as a source: the whole, each of its lines, and if it is JSON, each text in it. Anything else

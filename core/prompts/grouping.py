@@ -133,29 +133,31 @@ def group_texts(texts: Iterable[SeenText]) -> list[Group]:
 def _join_in_rounds(groups: list[Group], waiting: list[Group]) -> list[Group]:
     """Let the waiting texts (each a group of its own) join a prompt or begin a new one. Returns all prompts.
 
-    In each round only some of the waiting texts are aligned with the prompts. All others that match a prompt afterwards
-    need no alignment, which is slow.
+    In each round a few of the waiting texts are aligned with the prompts, which is slow. After that, most of the others
+    match a prompt and need no alignment.
     """
-    separate: list[Group] = []
+    single_texts: list[Group] = []
     for _ in range(_ROUNDS):
         if not waiting:
             break
+        # 1. Align every n-th waiting text, so that they come from all over the records.
         step = math.ceil(len(waiting) / _ROUND_TEXTS)
         firm_before = {id(group) for group in groups if group.is_firm}
-        for single in waiting[::step]:
-            _join_text(groups, single)
-        waiting = [single for number, single in enumerate(waiting) if number % step]
+        for text in waiting[::step]:
+            _join_text(groups, text)
+        waiting = [text for number, text in enumerate(waiting) if number % step != 0]
         if not waiting:
             break
-        # Prompts with a single text are not compared any more: many texts that are all different are input, and
-        # comparing all pairs would take hours.
-        firm = [group for group in groups if group.is_firm]
-        separate += [group for group in groups if not group.is_firm]
-        groups = firm
-        waiting = [single for single in waiting if not _add_to_match(firm, single)]
-        if firm_before.issuperset(id(group) for group in firm):
-            break  # no new prompt has several texts, so another round would find none either
-    return [*groups, *separate, *waiting]
+        # 2. Prompts with a single text are not compared any more: many texts that are all different are input, and
+        #    comparing all pairs would take hours.
+        single_texts += [group for group in groups if not group.is_firm]
+        groups = [group for group in groups if group.is_firm]
+        # 3. The texts that match a prompt now are done.
+        waiting = [text for text in waiting if not _add_to_match(groups, text)]
+        has_new_prompt = not firm_before.issuperset(id(group) for group in groups)
+        if not has_new_prompt:  # then the next round would align with the same prompts, and find no more
+            break
+    return [*groups, *single_texts, *waiting]
 
 
 def _merge_groups(groups: Sequence[Group]) -> list[Group]:
@@ -213,10 +215,10 @@ def _add_to_match(groups: Sequence[Group], single: Group) -> bool:
 
 
 def _fit_groups(a: Group, b: Group) -> _Fit | None:
-    """The common runs of two groups if they are one prompt; else None."""
+    """The words that two groups of texts have in common, if they belong to one prompt; otherwise None."""
     if not _may_fit(a, b):
         return None
-    blocks = blocks_of(a.row, b.row)
+    blocks = blocks_of(a.row, b.row)  # the runs of words that both have
     if not are_one_prompt(a.row, b.row, blocks, a.is_firm, b.is_firm):
         return None
     return _Fit(common_characters(a.row, blocks), blocks)
@@ -229,11 +231,17 @@ def _may_fit(a: Group, b: Group) -> bool:
     """
     if a.row[0] == b.row[0] or a.row[-1] == b.row[-1]:
         return True
-    shared = a.pairs & b.pairs
-    if not shared:
+    shared_pairs = a.pairs & b.pairs
+    # A common run inside the texts has two words or more, so an alignment finds at most the words of shared pairs.
+    most_common_characters = 0
+    for pair in pairwise(a.row):
+        if pair in shared_pairs:
+            most_common_characters += constant_characters(pair)
+    if most_common_characters == 0:
         return False
-    bound = sum(constant_characters(pair) for pair in pairwise(a.row) if pair in shared)
-    return 2 * bound >= min(a.size, b.size) or bound >= LONG_RUN
+    # As in `are_one_prompt`: half of the shorter text, or one long run.
+    shorter = min(a.size, b.size)
+    return most_common_characters >= shorter / 2 or most_common_characters >= LONG_RUN
 
 
 def _join_pair(a: Group, b: Group, fit: _Fit) -> Group:

@@ -102,35 +102,43 @@ def max_characters(part: PromptPart) -> int:
     return int(1.5 * part.old.constant) + 500
 
 
-def find_refusals(part: PromptPart, new: Template, known: ProtectedTexts | None = None) -> list[Refusal]:
+def find_refusals(part: PromptPart, new: Template, recorded: ProtectedTexts | None = None) -> list[Refusal]:
     """The reasons why a text must not replace the text of a part; empty if it may.
 
-    `known` has texts of recorded tasks that must not be copied; without it nothing counts as copied or unknown.
+    `recorded` has the texts of recorded tasks, which must not be copied, and the names that a prompt may use. Without
+    it nothing counts as copied or unknown.
     """
     limit = max_characters(part)
     if new.constant > limit:  # checked first: the other rules take time that grows with the text
         return [Refusal("too_long", f"it has {new.constant:,} characters, and {limit:,} are allowed")]
+
+    # 1. The template as a whole: its slots, and whether it changes anything but white space.
     reasons: list[Refusal] = []
     if fault := fault_of(part.old, new):
         reasons.append(Refusal("lost_slot", fault))
-    new_words = _text_with_slots(new).split()
-    if new_words == _text_with_slots(part.now).split():
+    if _text_with_slots(new).split() == _text_with_slots(part.now).split():
         reasons.append(Refusal("same", "it is equal to the present text"))
+
+    # 2. Its constant text. Whatever the application's own text has is allowed in the new text, too.
     old_text = "\n".join(part.old.texts)
     new_text = "\n".join(new.texts)
-    hidden = [character for character in UNSEEN.findall(new_text) if character not in old_text]
-    if hidden:
-        reasons.append(Refusal("invisible", f"the character U+{ord(hidden[0]):04X}, which is invisible"))
-    if known is not None and (copy := known.copied(new_text, old_text)):
-        reasons.append(Refusal("copies_task", copy))
-    addresses = [address for address in _ADDRESS.findall(new_text) if address.rstrip(".,;:") not in old_text]
-    if addresses:
-        reasons.append(Refusal("new_address", addresses[0]))
-    if known is not None:
-        allowed = {*known.names, *_NAME.findall(old_text), *_WORD.findall(old_text)}
-        unknown = [name for name in _NAME.findall(new_text) if name not in allowed]
-        if unknown:
-            reasons.append(Refusal("unknown_name", unknown[0]))
+    for character in UNSEEN.findall(new_text):
+        if character not in old_text:
+            reasons.append(Refusal("invisible", f"the character U+{ord(character):04X}, which is invisible"))
+            break
+    if recorded is not None and (copied_text := recorded.copied(new_text, old_text)):
+        reasons.append(Refusal("copies_task", copied_text))
+    for address in _ADDRESS.findall(new_text):
+        without_punctuation = address.rstrip(".,;:")  # of the sentence that the address ends
+        if without_punctuation not in old_text:
+            reasons.append(Refusal("new_address", address))
+            break
+    if recorded is not None:
+        allowed_names = {*recorded.names, *_NAME.findall(old_text), *_WORD.findall(old_text)}
+        for name in _NAME.findall(new_text):
+            if name not in allowed_names:
+                reasons.append(Refusal("unknown_name", name))
+                break
     return reasons
 
 
@@ -159,20 +167,19 @@ def _is_distinctive(value: str) -> bool:
 
 
 def _holds_word(text: str, value: str) -> bool:
-    """Whether a value occurs in a text, and not inside a longer word."""
+    """Whether a value occurs in a text, and not inside a longer word: "art" is not in "start now"."""
     start = text.find(value)
     while start >= 0:
+        end = start + len(value)
+        # One character; empty at the start or the end of the text.
         before = text[start - 1 : start]
-        after = text[start + len(value) : start + len(value) + 1]
-        if not (_is_inside_word(before, value[0]) or _is_inside_word(value[-1], after)):
+        after = text[end : end + 1]
+        continues_a_word = before.isalnum() and value[0].isalnum()
+        is_continued = value[-1].isalnum() and after.isalnum()
+        if not continues_a_word and not is_continued:
             return True
         start = text.find(value, start + 1)
     return False
-
-
-def _is_inside_word(a: str, b: str) -> bool:
-    """Whether two adjacent characters belong to one word. At the end of a text, one of them is empty."""
-    return a.isalnum() and b.isalnum()
 
 
 def _keys_in(value: Any) -> Iterable[str]:

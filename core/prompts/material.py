@@ -43,10 +43,11 @@ class _Block(NamedTuple):
 
 
 def single_material(texts: Iterable[str]) -> Mapping[str, list[Span]]:
-    """The spans of each text that are the same document in all texts. A document has a label before it, such as
+    """The spans of documents that are the same in all texts, by text. A document has a label before it, such as
     "Context:".
 
-    All records may simply have the same retrieved document, so these spans are not offered as text of the prompt.
+    Such a document looks like constant text of the prompt. But it may be that the application retrieved the same
+    document in all records, so it must not become text that can be edited.
     """
     # Compare the first "Context:" of all texts, the second "Context:" of all texts, the first "Document:", ...
     blocks_of_label: dict[tuple[str, int], list[tuple[str, _Block]]] = {}
@@ -61,7 +62,7 @@ def single_material(texts: Iterable[str]) -> Mapping[str, list[Span]]:
         documents = [text[block.start : block.end] for text, block in same_label]
         common = len(os.path.commonprefix(documents))  # noqa: RUF071, of characters
         if common < SAME:
-            continue  # the texts have several documents, which become a slot when they are compared
+            continue  # the documents differ, so that a comparison of the texts already makes them a slot
         for text, block in same_label:
             spans.setdefault(text, []).append((block.start, block.start + common))
     return spans

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -110,41 +110,53 @@ def find_parts(
     slot, so that it cannot be changed. At most `calls` calls are read.
     """
     recorded = read_texts(store, episodes, keep=keep, calls=calls)
-    prompts: list[_PlacedPrompt] = []
-    inputs: dict[str, int] = {}
-    for place, texts in recorded.texts.items():
-        if (not roles or place.role in roles) and place.kind in kinds:
-            has_two_tasks = len(recorded.roles[place.role].tasks) >= TASKS
-            place_prompts, n_inputs = _of_place(place, list(texts.values()), has_two_tasks)
-            prompts += place_prompts
-            inputs[place.role] = inputs.get(place.role, 0) + n_inputs
-
-    # Edited by default (`first`): system messages, and user messages of roles without a system message.
-    found_parts = _name_prompts(prompts)
-    roles_with_system: set[str] = set()
-    for found_part in found_parts:
-        if found_part.part.kind == "system" and not found_part.why:
-            roles_with_system.update(found_part.part.roles)
-    parts: list[FoundPart] = []
-    for found_part in found_parts:
-        part = found_part.part
-        is_system = part.kind == "system"
-        replaces_system = part.kind == "user" and roles_with_system.isdisjoint(part.roles)
-        is_first = not found_part.why and (is_system or replaces_system)
-        parts.append(msgspec.structs.replace(found_part, first=is_first))
     shown_roles = [name for name in recorded.roles if not roles or name in roles]
+    prompts: list[_PlacedPrompt] = []
+    inputs_of_role: Counter[str] = Counter()
+    for place, texts in recorded.texts.items():
+        if place.role in shown_roles and place.kind in kinds:
+            has_two_tasks = len(recorded.roles[place.role].tasks) >= TASKS
+            place_texts = _prompts_at(place, list(texts.values()), has_two_tasks)
+            prompts += place_texts.prompts
+            inputs_of_role[place.role] += place_texts.inputs
+    parts = _mark_first_parts(_name_prompts(prompts))
     return FoundParts(
         parts=tuple(parts),
-        roles=tuple(_found_role(name, recorded, inputs, parts) for name in shown_roles),
+        roles=tuple(_found_role(name, recorded, inputs_of_role[name], parts) for name in shown_roles),
         left_out=dict(recorded.left_out),
         workflow=next(iter(recorded.workflows)) if len(recorded.workflows) == 1 else "",
         models=tuple(sorted(recorded.models)),
     )
 
 
-def _of_place(place: Place, texts: Sequence[SeenText], has_two_tasks: bool) -> tuple[list[_PlacedPrompt], int]:
-    """The prompts at one place of a role's calls, such as its system message, and the number of texts there that are
-    input.
+def _mark_first_parts(found_parts: Sequence[FoundPart]) -> list[FoundPart]:
+    """Set `first` of the parts that are edited by default: system messages, and user messages of roles without a
+    system message that can be edited."""
+    roles_with_system: set[str] = set()
+    for found_part in found_parts:
+        if found_part.part.kind == "system" and not found_part.why:
+            roles_with_system.update(found_part.part.roles)
+    marked_parts: list[FoundPart] = []
+    for found_part in found_parts:
+        part = found_part.part
+        is_first = part.kind == "system"
+        if part.kind == "user":
+            is_first = roles_with_system.isdisjoint(part.roles)
+        can_be_edited = not found_part.why
+        marked_parts.append(msgspec.structs.replace(found_part, first=is_first and can_be_edited))
+    return marked_parts
+
+
+class _PlaceTexts(NamedTuple):
+    """The texts at one place of a role's calls, such as its system message."""
+
+    prompts: list[_PlacedPrompt]
+    inputs: int
+    """Number of user messages that are the input of a task, and not a prompt."""
+
+
+def _prompts_at(place: Place, texts: Sequence[SeenText], has_two_tasks: bool) -> _PlaceTexts:
+    """The prompts among the texts at one place.
 
     If the role has two tasks or more, a user message that occurs in only one of them is the task's input, not a prompt.
     An answer that occurs in only one is left out, too.
@@ -152,14 +164,18 @@ def _of_place(place: Place, texts: Sequence[SeenText], has_two_tasks: bool) -> t
     prompts: list[_PlacedPrompt] = []
     inputs = 0
     for group in group_texts(texts):
-        if place.kind in ("user", "assistant") and has_two_tasks and len(group.tasks) < TASKS:
+        may_be_input = place.kind in ("user", "assistant")
+        if may_be_input and has_two_tasks and len(group.tasks) < TASKS:
             if place.kind == "user":
                 inputs += len(group.texts)
             continue
         template = group.template()
         if template.constant:
-            prompts.append(_PlacedPrompt(place, group, template, min(text.order for text in group.texts)))
-    return [replace(prompt, blocked=_matches_rival(prompt, prompts)) for prompt in prompts], inputs
+            first_seen = min(text.order for text in group.texts)
+            prompts.append(_PlacedPrompt(place, group, template, first_seen))
+    # Only now are all prompts known that a text could match instead of its own.
+    prompts = [replace(prompt, blocked=_matches_rival(prompt, prompts)) for prompt in prompts]
+    return _PlaceTexts(prompts, inputs)
 
 
 def why_not(kind: Kind, old: Template, tasks: int) -> str:
@@ -193,26 +209,25 @@ def _name_prompts(prompts: Sequence[_PlacedPrompt]) -> list[FoundPart]:
 
     Names count within a role, kind and key (`writer.system`, `writer.system.2`), in the order in which texts were seen.
     """
-    # Prompts with the same text belong to different roles. The part is named after the first of these roles.
-    by_text: dict[tuple[str, str, Template], list[_PlacedPrompt]] = {}
+    # A part is a list of prompts with the same text, of different roles. It is named after the first of these roles.
+    parts_by_text: dict[tuple[str, str, Template], list[_PlacedPrompt]] = {}
     role_numbers: dict[str, int] = {}
     for prompt in prompts:
-        by_text.setdefault((prompt.place.kind, prompt.place.key, prompt.template), []).append(prompt)
+        parts_by_text.setdefault((prompt.place.kind, prompt.place.key, prompt.template), []).append(prompt)
         role_numbers.setdefault(prompt.place.role, len(role_numbers))
 
-    def order_of_places(same_text: list[_PlacedPrompt]) -> tuple[int, int, str]:
+    def order(same_text: list[_PlacedPrompt]) -> tuple[int, int, str, tuple[int, int], str]:
+        first = same_text[0]
+        role, kind, key = first.place
+        return role_numbers[role], KINDS.index(kind), key, first.order, str(first.template.pieces)
+
+    found_parts: list[FoundPart] = []
+    number_at_place: Counter[Place] = Counter()
+    for same_text in sorted(parts_by_text.values(), key=order):
         place = same_text[0].place
-        return role_numbers[place.role], KINDS.index(place.kind), place.key
-
-    def order_of_parts(same_text: list[_PlacedPrompt]) -> tuple[tuple[int, int, str], tuple[int, int], str]:
-        earliest = same_text[0]
-        return order_of_places(same_text), earliest.order, str(earliest.template.pieces)
-
-    parts: list[FoundPart] = []
-    in_order = sorted(by_text.values(), key=order_of_parts)
-    for _, at_one_place in groupby(in_order, key=order_of_places):
-        parts += [_found_part(same_text, number) for number, same_text in enumerate(at_one_place, start=1)]
-    return parts
+        number_at_place[place] += 1
+        found_parts.append(_found_part(same_text, number_at_place[place]))
+    return found_parts
 
 
 def _found_part(same_text: Sequence[_PlacedPrompt], number: int) -> FoundPart:
@@ -265,10 +280,10 @@ def _distinct_examples(values: Iterable[str]) -> list[str]:
     return sorted(different, key=lambda value: not value)[:_EXAMPLES]
 
 
-def _found_role(name: str, recorded: Recorded, inputs: Mapping[str, int], parts: Sequence[FoundPart]) -> FoundRole:
+def _found_role(name: str, recorded: Recorded, inputs: int, parts: Sequence[FoundPart]) -> FoundRole:
     """The role `name` with the numbers of its calls and tasks, and with what it sends besides prompts.
 
-    `inputs` has for each role the number of user messages that occur in only one task, so that they are input.
+    `inputs` is the number of its user messages that occur in only one task, so that they are input.
     """
     recorded_calls = recorded.roles[name]
     of_role = [found_part.part for found_part in parts if name in found_part.part.roles]
@@ -276,6 +291,6 @@ def _found_role(name: str, recorded: Recorded, inputs: Mapping[str, int], parts:
         name=name,
         calls=len(recorded_calls.calls),
         tasks=len(recorded_calls.tasks),
-        inputs=inputs.get(name, 0),
+        inputs=inputs,
         bare=not any(part.kind in ("system", "user") for part in of_role),
     )

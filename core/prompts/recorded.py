@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from cotune.errors import RecordError
-from cotune.prompts.chat_texts import Kind, map_format, map_message, map_tool
+from cotune.prompts.chat_texts import MESSAGE_KEY, Kind, map_format, map_message, map_tool
 from cotune.prompts.explained import Explained, Texts, texts_of
 from cotune.prompts.material import single_material
 from cotune.prompts.volatile import Span, intersection, union, volatile
@@ -162,63 +162,51 @@ class _Reading:
         not certain any more, so later calls are left out.
         """
         self.found.workflows.add(episode.workflow)
-        task = task_key(episode, calls)
-        explained = Explained(episode.task.input, self._tasks)
-        spans: dict[str, list[Span]] = {}
-        returned: set[str] = set()
-        results = sorted(episode.results, key=lambda result: result.started)
-        lost = False
+        so_far = _EpisodeSoFar(task_key(episode, calls), Explained(episode.task.input, self._tasks))
+        results = deque(sorted(episode.results, key=lambda result: result.started))
+        result_is_lost = False
         for call in sorted(calls, key=lambda call: call.step):
             while results and results[0].started < call.started:
+                result = results.popleft()
                 try:
-                    explained.returned(self._body(results.pop(0).value))
+                    so_far.explained.add_result(self._body(result.value))
                 except RecordError:
-                    lost = True
+                    result_is_lost = True
             if call.redacted:
                 self.found.left_out["redacted"] += 1
-            elif lost:
+            elif result_is_lost:
                 self.found.left_out["after a lost result of a tool"] += 1
             else:
-                self._call(call, task, explained, spans, returned)
-            explained.answered(call)
+                self._call(call, so_far)
+            so_far.explained.add_answer(call)
 
-    def _call(
-        self,
-        call: CallRecord,
-        task: str,
-        explained: Explained,
-        spans: dict[str, list[Span]],
-        returned: set[str],
-    ) -> None:
-        """Read the texts of one call.
-
-        The other arguments are the state of the episode so far: `explained` has the texts that can be sources, `spans`
-        the spans that come from them, by text, and `returned` the ids of the tool messages that are sources already.
-        """
+    def _call(self, call: CallRecord, so_far: _EpisodeSoFar) -> None:
+        """Read the texts of one call: of its messages, tools and response format."""
         try:
-            bodies = [(id, self._body(id)) for id in call.messages]
+            messages = [self._body(id) for id in call.messages]
             tools = self._body(call.tools) if call.tools else ()
         except RecordError:
             self.found.left_out["with a lost message"] += 1
             return
         role = self.found.roles.setdefault(call.role, RoleCalls())
         role.calls.add(call.id)
-        role.tasks.add(task)
+        role.tasks.add(so_far.task)
         if call.model:
             self.found.models.add(call.model)
 
-        read = _Call(self, call, task, explained, spans)
-        for position, (id, body) in enumerate(bodies):
-            is_result = isinstance(body, Mapping) and body.get("role") in ("tool", "function")
+        call_texts = _CallTexts(self, call, so_far)
+        for position, (id, message) in enumerate(zip(call.messages, messages, strict=True)):
+            is_result = isinstance(message, Mapping) and message.get("role") in ("tool", "function")
             if not is_result:
-                read.note_message(position, body)
-            elif id not in returned:
-                returned.add(id)
-                explained.returned(content_text(body.get("content")))
+                call_texts.note_message(position, message)
+            elif id not in so_far.result_messages:
+                so_far.result_messages.add(id)
+                so_far.explained.add_result(content_text(message.get("content")))
         # Descriptions of tools and of the response format are texts of the prompt, too.
+        note_text = partial(call_texts.note_text, 0)
         for tool in tools or ():
-            map_tool(tool, partial(read.note_text, 0))
-        map_format(call.params.get("response_format"), partial(read.note_text, 0))
+            map_tool(tool, note_text)
+        map_format(call.params.get("response_format"), note_text)
 
     def changing(self, text: str) -> list[Span]:
         """The spans of a text that change over time."""
@@ -234,42 +222,53 @@ class _Reading:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A call whose texts are collected."""
+class _EpisodeSoFar:
+    """What is known of an episode before a call: the texts that may be the source of texts in the call."""
+
+    task: str
+    explained: Explained
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    """For each text of the earlier calls, the spans that come from the episode."""
+    result_messages: set[str] = field(default_factory=set)
+    """Ids of the messages with results of tools that `explained` has."""
+
+
+@dataclass(frozen=True)
+class _CallTexts:
+    """Collects the texts of one call."""
 
     reading: _Reading
     call: CallRecord
-    task: str
-    explained: Explained
-    spans: dict[str, list[Span]]
-    """The spans of each text so far that come from the episode."""
+    so_far: _EpisodeSoFar
 
-    def note_message(self, position: int, body: Any) -> None:
+    def note_message(self, position: int, message: Any) -> None:
         """Note the texts of a message, at this position among the messages of the call."""
-        speaker = body.get("role") if isinstance(body, Mapping) else None
-        if speaker == "assistant":
-            text = body.get("content")
+        author = message.get("role") if isinstance(message, Mapping) else None
+        if author == "assistant":
+            # `map_message` leaves answers alone, but one that no call gave is an example in the prompt.
+            text = message.get("content")
             if isinstance(text, str) and text:
-                self.note_text(position, "assistant", "", text)
+                self.note_text(position, "assistant", MESSAGE_KEY, text)
             return
-        if speaker == "user" and body.get("name") in self.reading.roles - {self.call.role}:
+        other_roles = self.reading.roles - {self.call.role}
+        if author == "user" and message.get("name") in other_roles:
             return  # the answer of another role: some frameworks pass answers on as user messages with a name
-        map_message(body, partial(self.note_text, position))
+        map_message(message, partial(self.note_text, position))
 
     def note_text(self, position: int, kind: Kind, key: str, text: str) -> None:
         """Note a text at a place of the call: its episode-specific spans, its calls and tasks."""
         texts = self.reading.found.texts.setdefault(Place(self.call.role, kind, key), {})
         order = (self.call.turn, position)
         noted = texts.setdefault(text, SeenText(text, self.reading.changing(text), order))
-        if text not in self.spans:
+        if text not in self.so_far.spans:
             # Computed only once: later answers cannot be the source of the text.
-            self.spans[text] = self.explained.spans(text)
-        spans = self.spans[text]
+            self.so_far.spans[text] = self.so_far.explained.spans(text)
+        spans = self.so_far.spans[text]
         # Over several episodes, a span is explained only if every one of them explains it.
         noted.explained = spans if noted.explained is None else intersection(noted.explained, spans)
         noted.order = min(noted.order, order)
         noted.calls.add(self.call.id)
-        noted.tasks.add(self.task)
+        noted.tasks.add(self.so_far.task)
 
 
 def task_key(episode: Episode, calls: Sequence[CallRecord]) -> str:
