@@ -48,8 +48,6 @@ def weigh_rewards(
     If any candidate of a role has a component, all candidates of that role in its group (`group_by`, within a task)
     need it; with `later_turns`, all candidates of the role in the task, as the sums span groups. If any episode of a
     task has a component, all episodes of the task need it. A component of weight 0 is never needed.
-
-    In an episode that the policy failed, the failure replaces the outcome (`reward_failures`).
     """
     roles = [sample.role for sample in samples]
     fields_of_peers: tuple[str, ...] = ("task", "role")
@@ -68,8 +66,7 @@ def weigh_rewards(
     own_sum = _weighted_sum(own_components, roles, peers, attribution)
     outcome_sum = _weighted_sum(outcome_components, roles, tasks, attribution, skip=own_sum.needed, of_outcome=True)
 
-    # 2. Penalties and gates, components that multiply the rewards. A failed episode may lack its gate. Then a
-    #    candidate's own reward is multiplied by 1 if it is negative, and otherwise by 0.
+    # 2. Penalties, and gates, which multiply. A failed episode may lack its gate: then only negative rewards count.
     failed = np.array([sample.failure is not None for sample in samples], np.bool_)
     gate = np.ones(len(samples))
     if attribution.gates:
@@ -78,7 +75,7 @@ def weigh_rewards(
     gate_missing = failed & np.isnan(gate)
     own_value = np.where(gate_missing, np.minimum(penalized, 0.0), gate * penalized)
 
-    # 3. The outcome. If that of a failed episode is not known, its failure replaces it.
+    # 3. The outcome. If a failed episode has no complete outcome, its failure replaces it (`reward_failures`).
     outcome_value = outcome_sum.value
     outcome_counts = outcome_sum.counts
     outcome_unknown = np.isnan(gate * outcome_value) | ~outcome_counts

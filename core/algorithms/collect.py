@@ -71,8 +71,8 @@ def collect(
     - tree: all candidates of each call. Each needs a reward of its own.
     - replay: the chosen candidates of branches, the episodes that repeat a recorded episode (the trunk) up to a call
       and continue from there (`Episode.fork`). The call at the fork is trained on, later calls only if the method of
-      their role `trains_branches`. The answers of the trunk are left out: whether a call was forked depends on the
-      later calls of the trunk (`choose_forks`), so the trunk's answer is not a fair sample of the prompt.
+      their role `trains_branches`. Answers of the trunk are left out: whether a call was forked depends on later calls
+      (`choose_forks`), so they are no fair samples of the prompt.
 
     Args:
         roles: the trained roles (None: all). If they are mapped to the policies that play them, answers of other
@@ -80,20 +80,17 @@ def collect(
         versions: the version of each policy that is trained now. A candidate is stale if its version is later, or more
             than `max_lag` earlier.
         on_failure: the reward of an episode that the policy failed, after weights and gates (`Sample.failure`);
-            `exclude` leaves these episodes out. An episode that the infrastructure failed has no outcome: only under a
-            tree plan are the candidates of its calls still compared with each other. Calls that failed are left out.
-        method_of: returns the method of a role, None for a role that is not trained. If the method is `by_seat`, a
-            failed episode is the failure of the seat whose call ended last (`failed_seat`), and the candidates of other
-            seats are left out. If any method `joins_calls`, `Collected.others` has the answers of calls that are not
-            trained on, for their rewards.
+            `exclude` leaves these episodes out. Episodes that the infrastructure failed have no outcome: only a tree
+            plan still compares the candidates of their calls. Calls that failed are left out.
+        method_of: returns the method of a role, None for a role that is not trained. If it is `by_seat`, only the role
+            that failed an episode is trained on it (`failed_seat`). If any method `joins_calls`, `Collected.others` has
+            the answers of calls that are not trained on, for their rewards.
     """
     rules = _Rules(plan, roles, versions or {}, max_lag, on_failure, method_of)
     episodes = list(episodes)
     # The forked call of the trunk, by the first call of a branch, which replaces it: siblings have the same one.
-    trunk_calls: dict[str, str] = {}
-    for episode in episodes:
-        if episode.fork is not None:
-            trunk_calls[episode.fork.at] = episode.fork.call
+    forks = [episode.fork for episode in episodes if episode.fork is not None]
+    trunk_calls = {fork.at: fork.call for fork in forks}
     calls = _choose_calls(store, episodes, trunk_calls, rules)
 
     # The rewards of the episodes and of the candidates, in one query.

@@ -93,18 +93,7 @@ def regroup(
             candidates=candidates,
             problems=(str(error),),
         )
-    problems = prepared.warnings
-    # A command that shows a run does not load the user's recipe classes. `Unread` stands for them, and its advantages
-    # are not the ones of the run.
-    unread_recipes = [recipe.name for recipe in recipes.every if recipe.unread]
-    if unread_recipes:
-        prepared = _hide_unread_advantages(prepared, recipes)
-        names = ", ".join(unread_recipes)
-        text = (
-            f"Your code for {names} is not run here: the advantages are not shown, and the rewards are plain sums in "
-            "the default groups of the plan."
-        )
-        problems = (*problems, text)
+    prepared = _hide_unread_advantages(prepared, recipes)
     left_out.update(prepared.left_out)
     return Regrouped(
         collected=collected,
@@ -112,15 +101,25 @@ def regroup(
         groups=_groups_with_rewards(collected, recipes),
         left_out=left_out,
         candidates=candidates,
-        problems=problems,
+        problems=prepared.warnings,
     )
 
 
 def _hide_unread_advantages(prepared: Prepared, recipes: Recipes) -> Prepared:
-    """Replace the advantages of samples whose recipe is a class of the user, which was not loaded, by NaN."""
+    """Replace the advantages of samples whose recipe is a class of the user by NaN, with a warning.
+
+    A command that shows a run does not load these classes. `Unread` stands for them, with other advantages.
+    """
+    unread_recipes = [recipe.name for recipe in recipes.every if recipe.unread]
+    if not unread_recipes:
+        return prepared
     is_unread = [recipes.of(sample.policy.name).unread for sample in prepared.samples]
     advantages = np.where(np.array(is_unread, np.bool_), np.nan, prepared.advantages)
-    return msgspec.structs.replace(prepared, advantages=advantages)
+    warning = (
+        f"Your code for {', '.join(unread_recipes)} is not run here: the advantages are not shown, and the rewards are "
+        "plain sums in the default groups of the plan."
+    )
+    return msgspec.structs.replace(prepared, advantages=advantages, warnings=(*prepared.warnings, warning))
 
 
 def _groups_with_rewards(collected: Collected, recipes: Recipes) -> tuple[tuple[Group, Floats], ...]:

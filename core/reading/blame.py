@@ -301,10 +301,12 @@ def _what_would_decide(blame: Blame) -> str:
     """The end of the sentence "Undecided: ...": how many more tasks would show which role is at fault, or that none
     is."""
     if blame.more_tasks is None:
-        return "the costliest role is too close to the least effect that matters for any number of tasks to decide soon"
+        least = f"{100 * LEAST_EFFECT:.0f} points"
+        return f"the costliest role costs about {least}, the least that counts, so even many more tasks may not decide"
     tasks = plural(blame.more_tasks, "more task")
-    if blame.roles and blame.roles[0].score.n < LEAST_TASKS:
-        return f"no role is named on fewer than {LEAST_TASKS} tasks; {tasks} would do"
+    n_tasks = blame.roles[0].score.n if blame.roles else LEAST_TASKS
+    if n_tasks < LEAST_TASKS:
+        return f"a role is named on {LEAST_TASKS} tasks or more, so run {tasks}"
     return f"about {tasks} would decide"
 
 

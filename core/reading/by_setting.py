@@ -63,54 +63,59 @@ class BySetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def by_setting(runs: Sequence[OpenedRun], setting: str) -> BySetting:
-    """Group runs by a setting of their configuration (`recipe`, `learner.lr`).
+    """Group runs by a setting of their configuration (`recipe`, `learner.lr`), and compare one figure of the groups.
 
-    The figure is the first of the runs' headlines that most runs with the setting have, usually the success on held-out
-    tasks. Runs without it are left out, with a note. Raises ConfigError for a setting that no run has, and if no run
-    with the setting has a figure.
+    It is the figure that most runs with the setting have in their headlines, usually the success on held-out tasks.
+    Runs without it are left out, with a note. Raises ConfigError for a setting that no run has, and if no run with the
+    setting has a figure.
     """
     trained = [run for run in runs if run.is_run]
-    settings = {run.name: dict(leaves(run.description.get("config") or {})) for run in trained}
-    names: set[str] = set()
-    for of_run in settings.values():
-        names.update(of_run)
-    if setting not in names:
-        remedy = did_you_mean(near_names(setting, sorted(names))) or "Name a setting by its dotted name: learner.lr."
+    settings_of_run: dict[str, dict[str, Any]] = {}
+    all_settings: set[str] = set()
+    for run in trained:
+        settings = dict(leaves(run.description.get("config") or {}))  # by dotted name
+        settings_of_run[run.name] = settings
+        all_settings.update(settings)
+    if setting not in all_settings:
+        suggestion = did_you_mean(near_names(setting, sorted(all_settings)))
+        remedy = suggestion or "Name a setting by its dotted name: learner.lr."
         raise ConfigError("--by", setting, f"is no setting of these {plural(len(trained), 'run')}", remedy)
 
     # 1. One figure for all runs, from their headlines.
-    changes: dict[str, dict[str, Change]] = {}
+    changes_of_run: dict[str, dict[str, Change]] = {}
     for run in trained:
-        changes[run.name] = {figure_name(change): change for change in run.headline.changes}
-    figure = _commonest_figure([changes[run.name] for run in trained if setting in settings[run.name]])
+        changes_of_run[run.name] = {figure_name(change): change for change in run.headline.changes}
+    figure = _commonest_figure([changes_of_run[run.name] for run in trained if setting in settings_of_run[run.name]])
     if figure is None:
         remedy = "Train with held-out tasks (--eval-tasks FILE), or evaluate the runs."
         raise ConfigError("--by", setting, "finds no run with a figure", remedy)
 
     # 2. The runs by value of the setting, in the order in which the values first appear.
-    rows: dict[str, list[RunOfGroup]] = {}
-    used: list[OpenedRun] = []
+    rows_of_value: dict[str, list[RunOfGroup]] = {}
+    compared: list[OpenedRun] = []
     left_out: list[str] = []
     for run in trained:
-        figure_of_run = changes[run.name].get(figure)
-        if figure_of_run is None or setting not in settings[run.name]:
+        settings = settings_of_run[run.name]
+        change = changes_of_run[run.name].get(figure)
+        if change is None or setting not in settings:
             left_out.append(run.name)
             continue
-        used.append(run)
-        value = _value_text(settings[run.name][setting])
+        compared.append(run)
+        value = _value_text(settings[setting])
         if setting == "recipe":
             value = facts(run).recipe or value  # without a recipe, a run uses the default of its plan
-        rows.setdefault(value, []).append(_row(run.name, settings[run.name], figure_of_run))
-    groups: list[SettingGroup] = []
-    for value, rows_of_value in rows.items():
-        baseline = groups[0].runs if groups else None
-        groups.append(_group(value, rows_of_value, baseline))
+        rows_of_value.setdefault(value, []).append(_row(run.name, settings, change))
 
-    change = next(changes[run.name][figure] for run in used)
-    notes = _notes(used, settings, setting, groups)
+    # 3. The figure of each group, compared with the first group.
+    groups: list[SettingGroup] = []
+    for value, rows in rows_of_value.items():
+        baseline = groups[0].runs if groups else None
+        groups.append(_group(value, rows, baseline))
+    notes = _notes(compared, settings_of_run, setting, groups)
     if left_out:
         notes.append(f"Left out, without this figure or setting: {', '.join(left_out)}.")
-    return BySetting(setting=setting, figure=figure, percent=change.percent, groups=tuple(groups), notes=tuple(notes))
+    is_percent = changes_of_run[compared[0].name][figure].percent
+    return BySetting(setting=setting, figure=figure, percent=is_percent, groups=tuple(groups), notes=tuple(notes))
 
 
 def _commonest_figure(figures_of_runs: Iterable[Mapping[str, Change]]) -> str | None:

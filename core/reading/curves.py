@@ -55,33 +55,34 @@ _MOST_LEFT_OUT = 6
 def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     """All charts for which at least one of these runs has figures."""
     taught = all(all_taught(run.config) for run in runs)
+    # 1. What the runs reach: the figures of training's evaluations, of episodes, of roles and of policies.
     all_charts = [
-        _held_out(runs, "success", HELD_OUT[0], percent=True),
-        _held_out(runs, "reward", HELD_OUT[1], percent=False),
+        _held_out(runs, "success", HELD_OUT_SUCCESS, percent=True),
+        _held_out(runs, "reward", HELD_OUT_REWARD, percent=False),
         *_outcomes(runs, selected=False),
         *_by_name(runs, "roles", taught),
         *_by_name(runs, "policies", taught),
         *_outcomes(runs, selected=True),
         _held_out(runs, "calls", "Calls per held-out episode", percent=False),
         _calls_per_episode(runs),
-        _counts_chart(runs, "seconds", "Seconds by phase", "Where the time of a step goes.", without=("load", "look")),
-        _figure_chart(
-            runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."
-        ),
-        _counts_chart(
-            runs,
-            "left_out",
-            "Left out, by reason",
-            "Candidates that were not trained on. The page of groups explains the reasons.",
-            most=_MOST_LEFT_OUT,
-        ),
-        _figure_chart(runs, "failed", "Failed episodes", "Episodes that ended in an error."),
-        _figure_chart(runs, "rows", "Candidates trained on", "Rows of the update."),
     ]
+
+    # 2. How the steps went. The first line of metrics.jsonl also has the seconds before the step (`load`, `look`).
+    text = "Where the time of a step goes."
+    all_charts.append(_counts_chart(runs, "seconds", "Seconds by phase", text, without=("load", "look")))
+    text = "Sampled tokens of trained roles, over the whole step."
+    all_charts.append(_figure_chart(runs, "tokens_per_s", "Tokens per second", text))
+    text = "Candidates that were not trained on. The page of groups explains the reasons."
+    all_charts.append(_counts_chart(runs, "left_out", "Left out, by reason", text, most=_MOST_LEFT_OUT))
+    text = "Episodes that ended in an error."
+    all_charts.append(_figure_chart(runs, "failed", "Failed episodes", text))
+    all_charts.append(_figure_chart(runs, "rows", "Candidates trained on", "Rows of the update."))
     return [chart for chart in all_charts if chart is not None]
 
 
-HELD_OUT = ("Success on held-out tasks", "Reward on held-out tasks")
+HELD_OUT_SUCCESS = "Success on held-out tasks"
+HELD_OUT_REWARD = "Reward on held-out tasks"
+HELD_OUT = (HELD_OUT_SUCCESS, HELD_OUT_REWARD)
 """Titles of the charts with training's evaluations."""
 FIRST = (
     *HELD_OUT, "Held-out loss", "Distance from the teacher", "Reward",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,6 +16,7 @@ from cotune.reading.causes import causes, shorten_causes
 from cotune.reading.gradient_shares import dominant_roles, shares_of
 from cotune.reading.headline import SINGLE
 from cotune.reading.run import OpenedRun
+from cotune.records.plans import PlanKind
 from cotune.records.policies import UNTRAINED
 from cotune.storage.episode_filters import EVERYTHING
 from cotune.tables import plural
@@ -58,13 +59,16 @@ def facts(run: OpenedRun) -> Facts:
     config = run.config
     lines = run.metrics
     description = run.description
-    episodes, calls = run.figures.counts()
-    plan: str = ""
-    if run.samples and config.plan.kind:
-        plan = config.plan.kind
-    elif run.samples and lines and "path" in lines[-1]:
-        # No plan was configured. Only under `tree`, episodes are paths chosen among candidates.
-        plan = "independent" if lines[-1]["path"] == SINGLE else "tree"
+
+    # 1. Its plan, and its recipe: the default recipe of the plan if none was configured.
+    plan: PlanKind | None = None
+    if run.samples:
+        plan = config.plan.kind or _plan_of_metrics(lines)
+    recipe = config.recipe or ""
+    if not recipe and plan is not None:
+        recipe = USUAL[plan]
+
+    # 2. Its workflow, and when it was created: by run.json, or by the latest episode of records without a run.
     workflow = str(description.get("workflow") or "")
     created = _local_time(str(description.get("created") or ""))
     latest_ids = [] if run.is_run else run.figures.episode_ids(EVERYTHING, limit=1)
@@ -74,18 +78,24 @@ def facts(run: OpenedRun) -> Facts:
         created = ""
         if latest.started:
             created = time.strftime("%Y-%m-%d %H:%M", time.localtime(latest.started))
-    teachers = [config.distill.teacher, *(policy.teacher for policy in config.policy)]
-    default_recipes: dict[str, str] = {str(kind): recipe for kind, recipe in USUAL.items()}
+
+    # 3. Its models and its numbers.
+    configured_model = description.get("config", {}).get("model")
+    teachers: dict[str, None] = {}  # in order, each once
+    for teacher in [config.distill.teacher, *(policy.teacher for policy in config.policy)]:
+        if teacher:
+            teachers[teacher] = None
     steps = str(len(lines) or "")
     if run.planned:
         steps = f"{len(lines)} of {run.planned}"
+    episodes, calls = run.figures.counts()
     return Facts(
-        recipe=config.recipe or default_recipes.get(plan, ""),
-        plan=plan,
-        model=str(description.get("model") or description.get("config", {}).get("model") or ""),
+        recipe=recipe,
+        plan=plan or "",
+        model=str(description.get("model") or configured_model or ""),
         bases=further_bases(run),
         workflow=workflow,
-        teacher=", ".join(dict.fromkeys(teacher for teacher in teachers if teacher)),
+        teacher=", ".join(teachers),
         steps=steps,
         seconds=sum(sum(line["seconds"].values()) for line in lines),
         judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),
@@ -93,6 +103,16 @@ def facts(run: OpenedRun) -> Facts:
         episodes=episodes,
         calls=calls,
     )
+
+
+def _plan_of_metrics(lines: Sequence[Mapping[str, Any]]) -> PlanKind | None:
+    """The plan of a run that configured none, by the `path` of its episodes in metrics.jsonl; None if unknown.
+
+    Only under a tree plan are episodes paths that were chosen among candidates.
+    """
+    if not lines or "path" not in lines[-1]:
+        return None
+    return "independent" if lines[-1]["path"] == SINGLE else "tree"
 
 
 def _local_time(written: str) -> str:

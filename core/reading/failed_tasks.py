@@ -110,12 +110,12 @@ def _episodes_with_best_prompts(run: OpenedRun) -> list[EndedEpisode]:
 
 def _failed_in_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> FailedTasks | None:
     """The worst tasks of an evaluation, in the mode that a headline shows, else in the first mode."""
-    # The mode that a headline shows is the first of the two that it compares.
+    # A headline compares two modes, and shows the first of them.
     modes = [*compared_modes(evaluation), *evaluation.evaluations]
-    if not modes or modes[0] not in evaluation.evaluations:
+    mode = modes[0] if modes else ""
+    evaluated = evaluation.evaluations.get(mode)
+    if evaluated is None:
         return None
-    mode = modes[0]
-    evaluated = evaluation.evaluations[mode]
     ended: list[EndedEpisode] = []
     for task, endings in evaluated.by_task.items():
         ended += [_ended_episode(task, ending, evaluated) for ending in endings if ending.known]
@@ -125,27 +125,29 @@ def _failed_in_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: in
     if worst is None or records is None:
         return worst
 
-    # The file of an evaluation does not name its episodes. For a task that ran several times, show one that failed.
-    first = first_episodes(records, evaluation, mode, [failed.task for failed in worst.tasks])
+    # The file of an evaluation does not name its episodes, so they are looked up in the records. For a task that ran
+    # several times, show an episode that failed.
+    first_of_task = first_episodes(records, evaluation, mode, [failed.task for failed in worst.tasks])
     tasks: list[FailedTask] = []
     for failed in worst.tasks:
-        episode = failed_episode(records, evaluation, mode, failed.task) if failed.runs > 1 else ""
-        tasks.append(msgspec.structs.replace(failed, episode=episode or first.get(failed.task, "")))
+        episode = first_of_task.get(failed.task, "")
+        if failed.runs > 1:
+            episode = failed_episode(records, evaluation, mode, failed.task) or episode
+        tasks.append(msgspec.structs.replace(failed, episode=episode))
     return _with_texts(msgspec.structs.replace(worst, tasks=tuple(tasks)), records.store)
 
 
 def _ended_episode(task: str, ending: TaskEnding, evaluated: EvaluatedMode) -> EndedEpisode:
-    """The result of an episode of an evaluation, from the file of the evaluation."""
+    """The result of an episode of an evaluation, from the file of the evaluation, which does not have its id."""
+    workflow_reports_success = bool(evaluated.successes)
     success = None
-    if evaluated.successes and ending.solved is not None:
+    if workflow_reports_success and ending.solved is not None:
         success = float(ending.solved)
-    return EndedEpisode(
-        id="",
-        task=task,
-        success=success,
-        reward=evaluated.floor if ending.floored else ending.reward,
-        error="" if ending.status == "ok" else first_line(ending.error),
-    )
+    reward = ending.reward
+    if ending.floored:  # it failed without an outcome, so it counts with the lowest reward of the evaluation
+        reward = evaluated.floor
+    error = "" if ending.status == "ok" else first_line(ending.error)
+    return EndedEpisode(id="", task=task, success=success, reward=reward, error=error)
 
 
 def _latest_episodes(run: OpenedRun, filters: EpisodeFilters) -> list[EndedEpisode]:

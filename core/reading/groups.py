@@ -12,10 +12,11 @@ import msgspec
 
 from cotune.algorithms.comparing import FLAT
 from cotune.algorithms.filters import group_reasons
+from cotune.algorithms.groups import Group
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.prepare import Prepared, group_spread
 from cotune.algorithms.run_recipe import Regrouped, config_of, recipes_of, regroup, trained_roles
-from cotune.algorithms.samples import Sample
+from cotune.algorithms.samples import Floats, Sample
 from cotune.reading.run import OpenedRun
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 
@@ -97,30 +98,33 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
         episodes = [store.episode(id) for id in reversed(latest_first)]
     else:
         episodes = list(store.episodes(EpisodeFilters(phase="train", training_step=training_step)))
-    # Grouping needs neither texts nor token ids: a step of many calls stays small in memory.
+    # Grouping needs neither texts nor token ids, so it reads the calls without them (`lean`): a step of many calls
+    # stays small in memory. `regroup` uses no other method of a store.
     lean_store: Any = SimpleNamespace(calls=functools.partial(store.calls, lean=True), rewards=store.rewards)
     roles = trained_roles(store, training_step)
     regrouped = regroup(lean_store, episodes, recipes, config_of(store), roles, training_step)
     groups = tuple(_shown_groups(regrouped, recipes))
     group_of: dict[str, str] = {}
     for group in groups:
-        group_of.update(dict.fromkeys((sample.id for sample in group.samples), group.id))
+        for sample in group.samples:
+            group_of[sample.id] = group.id
 
+    # If the recipe could not group these episodes, nothing is prepared, and `problems` says why.
     advantages: dict[str, float] = {}
-    idle: frozenset[str] = frozenset()
+    not_trained_on: frozenset[str] = frozenset()
     prepared = regrouped.prepared
-    if prepared:  # else the recipe could not group these episodes: `problems` says why
+    if prepared is not None:
         for sample, advantage in zip(prepared.samples, prepared.advantages.tolist(), strict=True):
             if not math.isnan(advantage):
                 advantages[sample.id] = advantage
-        idle = _ids_with_advantage(prepared) - {sample.id for sample in prepared.trained}
+        not_trained_on = _ids_with_advantage(prepared) - {sample.id for sample in prepared.trained}
     return StepGroups(
         recipe=recipe_text,
         key=recipes.run.group_by,
         groups=groups,
         advantages=advantages,
         group_of=group_of,
-        idle=idle,
+        idle=not_trained_on,
         left_out=dict(sorted(regrouped.left_out.items(), key=lambda item: -item[1])),
         candidates=regrouped.candidates,
         trained=len(prepared.trained) if prepared else 0,
@@ -158,24 +162,33 @@ def _shown_groups(regrouped: Regrouped, recipes: Recipes) -> Iterable[ShownGroup
     if regrouped.prepared is None:
         return
     left_out = regrouped.prepared.left_out
-    trained = {sample.id for sample in regrouped.prepared.trained}
-    with_advantage = _ids_with_advantage(regrouped.prepared)
-    for _, recipe, indices in recipes.split([group.samples[0] for group, _ in regrouped.groups]):
-        groups = [regrouped.groups[i] for i in indices]
+    trained_ids = {sample.id for sample in regrouped.prepared.trained}
+    ids_with_advantage = _ids_with_advantage(regrouped.prepared)
+    first_samples = [group.samples[0] for group, _ in regrouped.groups]
+    for _, recipe, indices in recipes.split(first_samples):
+        groups: list[Group] = []
+        rewards_of_groups: list[Floats] = []
+        for i in indices:
+            group, rewards = regrouped.groups[i]
+            groups.append(group)
+            rewards_of_groups.append(rewards)
+
+        # For these reasons training leaves out samples, and it counts them for the whole step. So for a group that is
+        # not trained on and has no reason of its own, only the possible reasons are known.
         possible_reasons = [*SAMPLE_REASONS]
         if recipe.filters.zero_advantage:
             possible_reasons.append("zero_advantage")
-        # The step counts these reasons for samples, not by group: one of them holds for a group without another reason.
         sample_reasons = " or ".join(reason for reason in possible_reasons if left_out.get(reason))
-        spreads = group_spread([group for group, _ in groups], [rewards for _, rewards in groups], recipe)
-        reasons = group_reasons([group for group, _ in groups], spreads, recipe.filters, ())
-        for (group, rewards), group_reason in zip(groups, reasons, strict=True):
+
+        spreads = group_spread(groups, rewards_of_groups, recipe)
+        reasons_of_groups = group_reasons(groups, spreads, recipe.filters, ())
+        for group, rewards, group_reason in zip(groups, rewards_of_groups, reasons_of_groups, strict=True):
             ids = {sample.id for sample in group.samples}
-            if ids & trained:  # a group with any trained sample counts as trained on
+            if ids & trained_ids:  # a group with any trained sample counts as trained on
                 reason = ""
             elif group_reason:
                 reason = group_reason
-            elif ids & with_advantage:
+            elif ids & ids_with_advantage:
                 reason = "zero_advantage"
             else:
                 reason = sample_reasons or "tie"

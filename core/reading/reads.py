@@ -76,10 +76,11 @@ def reads(store: Store, calls: Sequence[CallRecord], earlier: Sequence[CallRecor
     all_calls = [*earlier, *calls]
     quoted, labelled_lines = _search_quotations(store, all_calls, task)
 
-    # A label marks answers only if all its lines in the episode hold one.
-    unreliable_labels = {line.label for line in labelled_lines if line.step is None}
+    # In a line such as `Plan: go left`, an answer may follow the label. That is a quotation only if an answer follows
+    # in every line of the episode with this label: otherwise the label stands for something else, too.
+    labels_without_answer = {line.label for line in labelled_lines if line.step is None}
     for line in labelled_lines:
-        if line.step is not None and line.label not in unreliable_labels:
+        if line.step is not None and line.label not in labels_without_answer:
             quoted[line.call].add(line.step)
 
     # Recorded parents are certain; only further answers are guesses.
@@ -102,24 +103,37 @@ def _search_quotations(store: Store, calls: Sequence[CallRecord], task: Any) -> 
         if answer := _answer(call):
             answers.append(answer)
 
-    quoted: dict[str, set[int]] = {call.id: set() for call in calls}
+    quoted: dict[str, set[int]] = {}
     labelled_lines: list[_Line] = []
+    # Of each message, by id: when it was first sent, and its text.
     first_sent: dict[str, float] = {}
     texts: dict[str, str] = {}
-    messages_of_previous_turn: dict[str, frozenset[str]] = {}
+    previous_messages: dict[str, Sequence[str]] = {}  # of the previous call of each role
     for call in calls:
+        quoted[call.id] = set()
         earlier_answers = [answer for answer in answers if answer.time <= call.started and answer.step < call.step]
-        sent_before = messages_of_previous_turn.get(call.role, frozenset())
+        read_before = set(previous_messages.get(call.role, ()))
+        if call.messages:
+            read_before.discard(call.messages[-1])  # the last message is the question of this call, even if it repeats
         for id in dict.fromkeys(call.messages):
             first_sent.setdefault(id, call.started)
-            if id in sent_before and id != call.messages[-1]:
-                continue  # the role has read this message in its previous turn
+            if id in read_before:
+                continue
             if id not in texts:
                 texts[id] = _text(store, id)
+            # The message can quote only texts that were there when it was first sent. An equal answer may have come
+            # since then; it counts too, and among equal answers the latest.
             possible_texts = {answer.text for answer in earlier_answers if answer.time <= first_sent[id]}
-            candidates = [answer for answer in earlier_answers if answer.text in possible_texts]
-            quoted[call.id].update(_quoted_steps(texts[id], candidates, task_text, call.id, labelled_lines))
-        messages_of_previous_turn[call.role] = frozenset(call.messages)
+            possible_answers = [answer for answer in earlier_answers if answer.text in possible_texts]
+
+            remaining_text = texts[id]
+            if whole_message := _latest_answer(possible_answers, remaining_text):
+                quoted[call.id].add(whole_message.step)
+                continue
+            steps, remaining_text = _cut_out_quotations(remaining_text, possible_answers, task_text)
+            quoted[call.id].update(steps)
+            labelled_lines += _labelled_lines(remaining_text, possible_answers, call.id)
+        previous_messages[call.role] = call.messages
     return quoted, labelled_lines
 
 
@@ -141,31 +155,33 @@ def _text(store: Store, id: str) -> str:
     return content_text(body.get("content")).strip() if isinstance(body, Mapping) else ""
 
 
-def _quoted_steps(
-    text: str, answers: Sequence[_Answer], task_text: str, call: str, lines: list[_Line]
-) -> Iterator[int]:
-    """Yield the steps of the answers that a message quotes: as its whole text, inside it, or behind a label (`Plan:
-    ...`).
+def _cut_out_quotations(text: str, answers: Sequence[_Answer], task_text: str) -> tuple[set[int], str]:
+    """Find answers inside the text of a message, and cut them out.
 
-    Longer answers are looked for first and cut out of the text, so that a short answer is not found inside them. Short
-    answers and texts that the task itself contains prove nothing. Lines with a label are added to `lines`.
+    Longer answers are looked for first, so that a short answer is not found inside them. Short answers and texts that
+    the task itself contains prove nothing. Returns the steps of the answers, and the remaining text.
     """
-    if quoted_answer := _latest_answer(answers, text):
-        yield quoted_answer.step
-        return
-    by_text: dict[str, list[_Answer]] = defaultdict(list)
+    answers_by_text: dict[str, list[_Answer]] = defaultdict(list)
     for answer in answers:
-        by_text[answer.text].append(answer)
-    remaining = text
-    for quotation in sorted(by_text, key=len, reverse=True):
-        has_two_words = bool(quotation.split(maxsplit=1)[1:])
-        if len(quotation) < QUOTED or not has_two_words or quotation not in remaining or quotation in task_text:
+        answers_by_text[answer.text].append(answer)
+
+    steps: set[int] = set()
+    remaining_text = text
+    for quotation in sorted(answers_by_text, key=len, reverse=True):
+        is_too_short = len(quotation) < QUOTED or len(quotation.split(maxsplit=1)) < 2
+        if is_too_short or quotation not in remaining_text or quotation in task_text:
             continue
-        remaining, times = re.subn(rf"(?<!\w){re.escape(quotation)}(?!\w)", "\n", remaining)
+        as_whole_words = rf"(?<!\w){re.escape(quotation)}(?!\w)"
+        remaining_text, times = re.subn(as_whole_words, "\n", remaining_text)
         if times > 0:
-            for answer in by_text[quotation][-times:]:
-                yield answer.step
-    for line in remaining.splitlines():
+            # Each occurrence stands for one of the equal answers, the latest ones.
+            steps.update(answer.step for answer in answers_by_text[quotation][-times:])
+    return steps, remaining_text
+
+
+def _labelled_lines(text: str, answers: Sequence[_Answer], call: str) -> Iterator[_Line]:
+    """The lines of a message with a label and a text after it (`Plan: go left`), with the answer that the text is."""
+    for line in text.splitlines():
         match = _LABEL.match(line.strip())
         if match is None:
             continue
@@ -176,7 +192,7 @@ def _quoted_steps(
         step = None
         if _TELLING_VALUE.search(value) and (labelled_answer := _latest_answer(answers, value)):
             step = labelled_answer.step
-        lines.append(_Line(call, label, step))
+        yield _Line(call, label, step)
 
 
 def _latest_answer(answers: Sequence[_Answer], text: str) -> _Answer | None:

@@ -32,11 +32,14 @@ class RecordedAnswer(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """The reason why the answer cannot be learned from, see `answer_fault`; None if it can. `continued`: the answer
-        continues the last message."""
+        """The reason why no model can learn from the answer; None if one can.
+
+        It is `continued` if the request ends with an assistant message, which the answer continues, so that the answer
+        alone is not complete. For the other reasons see `answer_fault`.
+        """
         assert self.call.chosen is not None
-        last = self.messages[-1] if self.messages else {}
-        if isinstance(last, Mapping) and last.get("role") == "assistant":
+        last_message = self.messages[-1] if self.messages else {}
+        if isinstance(last_message, Mapping) and last_message.get("role") == "assistant":
             return "continued"
         return answer_fault(self.call.candidates[self.call.chosen])
 
@@ -51,24 +54,31 @@ def recorded_answers(
     on_failure: OnFailure = "lowest",
     asked: bool = False,
 ) -> Iterator[RecordedAnswer]:
-    """The answers of these episodes in order. `left_out` counts the other calls by reason.
+    """The answers of these episodes in order. An answer that replays have repeated is taken once.
 
-    An answer that replays have repeated is taken once. With `role`, only calls of this role are taken. `min_reward` is
-    compared with the sum of the answer's rewards. An answer without rewards has a value in the tree of the episodes
-    that share it (`answer_values`, with failures as `on_failure` says); for an episode that was not forked, this is the
-    sum of the episode's rewards. Messages and tools are the ones that were sent to the model, or with `asked` the
-    application's own, which differ if prompts were edited.
+    Args:
+        left_out: counts the other calls by reason.
+        role: take calls of this role only.
+        min_reward: the least reward of an answer. It is the sum of the answer's own rewards. For an answer without
+            rewards it is its value in the tree of the episodes that share it (`answer_values`), or, if the episode was
+            not forked, the sum of the episode's rewards.
+        on_failure: the value of an episode that failed.
+        asked: return the application's own messages and tools, and not the ones that were sent to the model. They
+            differ if prompts were edited.
     """
     yielded_calls: set[str] = set()
-    values = {} if min_reward is None else answer_values(store, outcome_values(store, on_failure))
+    values: Mapping[str, float] = {}
+    if min_reward is not None:
+        values = answer_values(store, outcome_values(store, on_failure))
     for episode in episodes:
         for call in store.calls(episode.id):
             original_call = call.replayed or call.id
             reason = _left_out_reason(store, episode, call, role, min_reward, values)
-            if reason is None and original_call in yielded_calls:
-                reason = "replayed"
             if reason is not None:
                 left_out[reason] += 1
+                continue
+            if original_call in yielded_calls:
+                left_out["replayed"] += 1
                 continue
             answer = _read_answer(store, episode, call, asked)
             if answer is None:
@@ -147,35 +157,39 @@ def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, 
 
 
 def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, float]:
-    """The value of each answer in forked episodes (trunks) and in their branches, by the id of the call that first gave
-    the answer.
+    """The value of each answer in episodes that were forked, by the id of the call that first gave the answer.
 
-    The value of an answer depends on the outcomes of all episodes that have it (`algorithms.tree_values`). `outcomes`
-    are the values of episodes (`outcome_values`); other episodes are left out.
+    A forked episode (the trunk) and its forks (the branches) share the answers before a fork. So the value of an answer
+    depends on the outcomes of all episodes that have it (`algorithms.tree_values`). `outcomes` are the values of
+    episodes (`outcome_values`); other episodes are left out.
     """
+    # 1. The branches, and the calls of the trunks with their order.
     fork_of_branch: dict[str, Fork] = {}
     for episode in store.episodes():
         if episode.fork is not None and episode.id in outcomes:
             fork_of_branch[episode.id] = episode.fork
-    calls_of_trunks = {fork.trunk: _answered_calls(store, fork.trunk) for fork in fork_of_branch.values()}
+    calls_of_trunk: dict[str, list[CallRecord]] = {}
     step_of_call: dict[str, int] = {}
-    for calls in calls_of_trunks.values():
-        step_of_call.update((call.id, call.step) for call in calls)
+    for fork in fork_of_branch.values():
+        if fork.trunk not in calls_of_trunk:
+            calls_of_trunk[fork.trunk] = _answered_calls(store, fork.trunk)
+            step_of_call.update((call.id, call.step) for call in calls_of_trunk[fork.trunk])
 
+    # 2. The path of each episode with its outcome: its answers in order. An answer that a branch repeats has the id of
+    #    the trunk's call, so that the paths share it.
     paths: list[tuple[list[str], float]] = []
-    for id in dict.fromkeys((*calls_of_trunks, *fork_of_branch)):
+    for id in dict.fromkeys((*calls_of_trunk, *fork_of_branch)):
         if id not in outcomes:
             continue
-        calls = calls_of_trunks[id] if id in calls_of_trunks else _answered_calls(store, id)
-        # The answers that the episode shares with its trunk, by the ids of the trunk's calls.
-        shared = {call.replayed for call in calls if call.replayed}
-        if fork := fork_of_branch.get(id):
+        calls = calls_of_trunk[id] if id in calls_of_trunk else _answered_calls(store, id)
+        shared_answers = {call.replayed for call in calls if call.replayed}
+        new_answers = [call.id for call in calls if not call.replayed]
+        if id in fork_of_branch:
             # A failed branch may not have repeated all calls before the fork, but it shares them.
+            fork = fork_of_branch[id]
             fork_step = step_of_call.get(fork.call, 0)
-            shared |= {call.id for call in calls_of_trunks[fork.trunk] if call.step < fork_step}
-        # The path of the episode: the shared answers in the order of their steps, then its new answers.
-        path = sorted(shared, key=lambda call: step_of_call.get(call, 0))
-        path += [call.id for call in calls if not call.replayed]
+            shared_answers |= {call.id for call in calls_of_trunk[fork.trunk] if call.step < fork_step}
+        path = sorted(shared_answers, key=lambda call: step_of_call.get(call, 0)) + new_answers
         if path:
             paths.append((path, outcomes[id]))
     return {str(answer): value for answer, value in tree_values(paths).items()}

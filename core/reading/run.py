@@ -64,22 +64,26 @@ class OpenedRun:
                 self.folder = self.path
                 self._file = self.path / RECORDS
         self.is_run = self.folder is not None and is_run(self.folder)
-        self._records: Path | str = self._file or str(path)
+        self._records_address: Path | str = self._file or str(path)
         self._store: Store | None = None
-        self._no_records: Store | None = None
+        """The records, once they were opened."""
+        self._records_stat: os.stat_result | None = None
+        """The records file when it was opened, to notice that it was replaced (`gone`)."""
+        self._empty_store: Store | None = None
+        """Stands for records that do not exist yet."""
         self._lock = threading.Lock()
         self._read: dict[str, tuple[Any, Any]] = {}
         """Cached values, each with the stamp of its file when it was read."""
         self._parts: dict[str, OpenedRun] = {}
+        """The opened records of evaluations, by their folder in the run (`part`)."""
         self._folder_fd: int | None = None
         """The open folder: while it is open, no other folder gets its inode number."""
         if self.folder is not None:
             self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             self._close_folder = weakref.finalize(self, os.close, self._folder_fd)
-        self._records_stat: os.stat_result | None = None
         if not self.is_run and self._file is not None and not self._file.is_file():
             raise RunError(f"{path} is neither a run nor a records file.", "Name a folder that cotune wrote.")
-        # Opens the records and reads run.json, so that a damaged run is refused here.
+        # Reading these properties opens the records and reads run.json, so that a damaged run is refused here.
         self.figures  # noqa: B018
         self.description  # noqa: B018
 
@@ -103,10 +107,10 @@ class OpenedRun:
             if self._store is None:
                 is_missing = self._file is not None and not self._file.is_file()
                 if is_missing:
-                    if self._no_records is None:
-                        self._no_records = no_records(self.path)
-                    return self._no_records
-                self._store = open_store(self._records, read_only=True)
+                    if self._empty_store is None:
+                        self._empty_store = no_records(self.path)
+                    return self._empty_store
+                self._store = open_store(self._records_address, read_only=True)
                 self._records_stat = self._file.stat() if self._file else None
             return self._store
 
@@ -283,7 +287,7 @@ class OpenedRun:
         """Close the records."""
         for part in self._parts.values():
             part.close()
-        for store in (self._store, self._no_records):
+        for store in (self._store, self._empty_store):
             if store:
                 store.close()
         if self._folder_fd is not None:

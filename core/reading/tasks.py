@@ -103,27 +103,32 @@ class _Draws(NamedTuple):
 
 
 def _read_draws(run: OpenedRun, tasks: Iterable[str]) -> _Draws:
-    """The draws of these tasks. An adaptive pool computes them from the rewards by task in the newest checkpoint."""
+    """How often the run's pool of tasks would draw each of these tasks. It decides by the rewards that each task had,
+    which are in the newest checkpoint."""
     if not run.is_run or run.folder is None:
         return _Draws({}, adaptive=False)
     try:
-        newest = newest_checkpoint(RunLayout(run.folder).checkpoints)
-        settings = msgspec.convert(read_config(run.folder).get("curriculum") or {}, _Curriculum)
-        policies = [] if newest is None else read_policies(newest)
+        checkpoint = newest_checkpoint(RunLayout(run.folder).checkpoints)
+        curriculum = msgspec.convert(read_config(run.folder).get("curriculum") or {}, _Curriculum)
+        policies = [] if checkpoint is None else read_policies(checkpoint)
     except (RunError, msgspec.ValidationError):  # a damaged checkpoint: the page is shown without draws
         return _Draws({}, adaptive=False)
-    adaptive = settings.pool == "adaptive"
-    checkpoint = None if newest is None else read_if_typed(newest / CHECKPOINT, _CheckpointTasks)
-    if checkpoint is None or not checkpoint.tasks:
-        return _Draws({}, adaptive)
-    index_of_task = {name: i for i, name in enumerate(dict.fromkeys([*tasks, *checkpoint.tasks]))}
+    is_adaptive = curriculum.pool == "adaptive"
+    stored = None if checkpoint is None else read_if_typed(checkpoint / CHECKPOINT, _CheckpointTasks)
+    if stored is None or not stored.tasks:
+        return _Draws({}, is_adaptive)
+
+    index_of_task: dict[str, int] = {}
+    for task in [*tasks, *stored.tasks]:
+        index_of_task.setdefault(task, len(index_of_task))
     trained_roles: set[str] = set()
     for policy in policies:
         if policy.kind in TRAINED:
             trained_roles.update(policy.roles)
-    chances = task_chances(index_of_task, checkpoint.tasks, trained_roles, EVEN_SHARE)
-    relative = chances * len(index_of_task)  # the chance of the average task is 1 / tasks
-    return _Draws({name: float(relative[i]) for name, i in index_of_task.items()}, adaptive)
+    chances = task_chances(index_of_task, stored.tasks, trained_roles, EVEN_SHARE).tolist()
+    n_tasks = len(index_of_task)  # the average task has the chance 1 / n_tasks
+    relative_draws = {task: chances[i] * n_tasks for task, i in index_of_task.items()}
+    return _Draws(relative_draws, is_adaptive)
 
 
 def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: str = "") -> TaskPage:
@@ -132,6 +137,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
     `kind` is one of KINDS, or empty for tasks of all kinds. `order` is one of ORDERS, or empty for the order of their
     ids. `after` is the id of the last task of the page before, or empty for the first page.
     """
+    # 1. All tasks of the phase, and the number of each kind. `bounds` are the lowest and highest outcome of a task.
     measure, all_tasks = run.figures.outcomes_by_task(phase, run.config.on_failure)
     bounds: dict[str, tuple[float, float]] = {}
     for task in all_tasks:
@@ -144,6 +150,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
     if phase == "train":
         draws = _read_draws(run, [str(task.task) for task in all_tasks])
 
+    # 2. The tasks of the kind in their order, and the page that begins after the task `after`.
     chosen = list(all_tasks)
     if kind in KINDS:
         chosen = [task for task in all_tasks if task.task in bounds and KINDS[kind](*bounds[task.task])]
@@ -154,15 +161,18 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
     remaining = _tasks_after(chosen, after, order)
     page = remaining[:PAGE]
 
+    # 3. The rows of the page, each with a cell for each column of steps.
     columns = _columns_of_steps(run.figures.steps(phase))
-    cells = _cells(run, phase, [str(task.task) for task in page], columns)
+    cells_of_task = _cells(run, phase, [str(task.task) for task in page], columns)
     rows: list[TaskRow] = []
-    columns_with_episodes = 0
+    cells_with_episodes = 0
     for task in page:
         id = str(task.task)
-        row = TaskRow(id=id, episodes=task.episodes, value=task.mean, draws=draws.of_task.get(id), cells=cells[id])
-        rows.append(row)
-        columns_with_episodes += sum(cell.episodes > 0 for cell in cells[id])
+        cells = cells_of_task[id]
+        cells_with_episodes += sum(cell.episodes > 0 for cell in cells)
+        rows.append(TaskRow(id=id, episodes=task.episodes, value=task.mean, draws=draws.of_task.get(id), cells=cells))
+    # In the mean of the tasks, fewer than two steps to compare.
+    is_sparse = cells_with_episodes < 2 * len(rows)
     return TaskPage(
         rows=tuple(rows),
         measure=measure,
@@ -174,7 +184,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
         adaptive=draws.adaptive,
         grid=tuple(GridCell(str(task.task), task.mean, task.episodes) for task in chosen[:MOST_CELLS]),
         total=len(chosen),
-        sparse=columns_with_episodes < 2 * len(rows),
+        sparse=is_sparse,
     )
 
 

@@ -173,14 +173,18 @@ def _score(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _judge(a: argparse.Namespace, status: int) -> list[Words]:
-    """Commands after writing candidates to label: compare the labels with the scorers. After the comparison: score the
-    records by these scorers."""
-    if a.to_label and status:
+    """Commands after `cotune records judge`.
+
+    If it wrote a file for people to label, the next command compares their labels with the scorers. If it compared
+    labels, the next command scores the records with these scorers.
+    """
+    if not a.to_label:
+        return [["cotune", "records", "score", a.run, a.app or _workflow_of(a.run), "--write"]]
+    wrote_no_candidates = status != 0
+    if wrote_no_candidates:
         return []
-    if a.to_label:
-        app = ["--app", a.app] if a.app else []
-        return [["cotune", "records", "judge", a.run, "--labels", a.to_label, *app]]
-    return [["cotune", "records", "score", a.run, a.app or _workflow_of(a.run), "--write"]]
+    app = ["--app", a.app] if a.app else []
+    return [["cotune", "records", "judge", a.run, "--labels", a.to_label, *app]]
 
 
 def _sft(a: argparse.Namespace, status: int) -> list[Words]:

@@ -46,18 +46,22 @@ def show_run(
     of the latest `limit` training steps. Raises RunError without records, RecordError for an unknown episode.
     """
     with OpenedRun(path) as run:
-        if recorded := learned_answers(run):
-            if not recorded.path:
+        # A run that learned from recorded answers has no episodes of its own.
+        learned = learned_answers(run)
+        if learned is not None:
+            if not learned.path:
                 cause = f"{path}/run.json is broken: it has no config.records.path."
                 raise RunError(cause, "Restore it, or start a new run.")
             if episode or groups:
                 cause = f"{path} learned from records and recorded no episodes."
-                raise RunError(cause, f"The episodes are in {recorded.path}.")
-            return Group(*_learned_lines(run, recorded))
+                raise RunError(cause, f"The episodes are in {learned.path}.")
+            return Group(*_learned_lines(run, learned))
+
         if episode is not None:
             return Group(*episode_parts(run.store, run.figures.episode_named(episode), full))
         if groups:
             return Group(*show_groups(run, limit))
+
         unfinished = run.figures.open_episodes(MOST_OPEN)
         head = Text.assemble(("records ", "bold"), run.store.address, "\n")
         page = first_page_parts(first_page(run, FAILED_TASKS))

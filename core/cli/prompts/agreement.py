@@ -21,16 +21,18 @@ def add_yes(command: Any) -> None:
     command.add_argument("--yes", action="store_true", help="ask models without confirmation, up to max_calls")
 
 
-def may_begin_search(options: ImproveOptions, *, yes: bool, limited: bool, here: bool) -> bool:
-    """Whether the search may begin.
+def may_begin_search(options: ImproveOptions, *, yes: bool, has_limit: bool, app_is_local: bool) -> bool:
+    """Whether the search may begin: with `yes`, if the user set a limit, if it costs nothing, or if the user at the
+    terminal agrees.
 
-    It may with `yes`, with a limit of the user's (`limited`), and if all models are on this machine (`here`: the models
-    of the application are). Otherwise the user at the terminal is asked. Raises ConfigError without a terminal.
+    It costs nothing if all models are on this machine. `app_is_local` is whether the models of the application are.
+    Raises ConfigError if there is no terminal to ask at.
     """
-    costs_nothing = options.reflection is None or (here and _on_this_machine(options))
-    if yes or limited or costs_nothing:
+    if yes or has_limit or options.reflection is None:
         return True
-    answering = "policies of this machine answer" if here else "the provider of the application answers"
+    if app_is_local and _other_models_are_local(options):
+        return True
+    answering = "policies of this machine answer" if app_is_local else "the provider of the application answers"
     calls = plural(options.max_calls, "call")
     text = f"The search may make {calls} of models: {options.reflection} writes texts, and {answering}."
     if not sys.stdin.isatty():
@@ -39,12 +41,13 @@ def may_begin_search(options: ImproveOptions, *, yes: bool, limited: bool, here:
     return ask_yes_no("Go on? [y/N] ", default=False)
 
 
-def _on_this_machine(options: ImproveOptions) -> bool:
-    """Whether the reflection model and the reference are on this machine."""
+def _other_models_are_local(options: ImproveOptions) -> bool:
+    """Whether the reflection model, and the reference of `blame` if a provider answers for it, are on this machine."""
     from cotune.integrations.web.http.requests import is_loopback
 
-    address = os.environ.get("OPENAI_BASE_URL", "")
-    url = options.reflection_url or address
-    # A reference of `blame` that a provider answers for is at the address of the environment.
-    elsewhere = "openai:" in options.blame and not (address and is_loopback(address))
-    return bool(url) and is_loopback(url) and not elsewhere
+    default_url = os.environ.get("OPENAI_BASE_URL", "")
+    urls = [options.reflection_url or default_url]
+    if "openai:" in options.blame:
+        urls.append(default_url)
+    # Without an address, the client of OpenAI asks OpenAI itself.
+    return all(url and is_loopback(url) for url in urls)

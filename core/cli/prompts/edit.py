@@ -52,19 +52,24 @@ def run(a: argparse.Namespace) -> int:
     if bool(a.app) != bool(a.tasks):
         fault = "needs --tasks" if a.app else "is missing: --tasks needs it"
         raise ConfigError("--app", a.app, fault, "For example: --app app:solve --tasks tasks.jsonl")
+    # 1. The prompts, and the file to write. From records, never write over a file that may have the user's edits.
     prompts, source_file, recorded = source(a.source, keep=a.keep)
     file = prompts_path(a.out) if a.out else source_file
     if recorded is not None and file.is_file():
         raise ConfigError("--out", str(file), "exists already", f"Edit it: cotune prompts edit {file} --part ...")
+
+    # 2. The part, if it can be edited. Records may have another reason than the part itself: that its texts also match
+    #    another part.
     part = part_named(prompts, a.part)
     reason = why_not(part.kind, part.old, part.support.tasks)
-    if recorded is not None:
-        for found_part in recorded.parts:
-            if found_part.part == part and found_part.why:
-                reason = found_part.why  # the records know more than the file: a part may match another part's texts
-                break
+    for found_part in recorded.parts if recorded is not None else ():
+        if found_part.part == part and found_part.why:
+            reason = found_part.why
+            break
     if reason:
         raise ConfigError("--part", part.name, f"cannot be edited: {reason}", "Record more tasks that differ.")
+
+    # 3. Its new text.
     before = part.now
     new = part.old if a.undo else _new_text(a, part, prompts)
     a.result = ""

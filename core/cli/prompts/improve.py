@@ -68,30 +68,38 @@ def run(a: argparse.Namespace) -> int:
     from cotune.trainer.prompts.options import LIMITS, load_options, named_options, orders_of_search, read_search
     from cotune.trainer.prompts.outcome import render
 
+    # 1. What the user names: on the command line and in the file of --config.
     fields = {**fields_of(a), **parse_settings(a.set)}
     if a.price:
         fields["prices"] = parse_prices(a.price)
+    set_by_user = set(named_options(a.config, fields))
+    has_limit = not LIMITS.isdisjoint(set_by_user)
+
+    # 2. With --resume, the folder names the rest.
     workflow = a.workflow
     tasks = a.tasks
     stored_options = {}
-    trusted = False
     if a.resume:
         search = read_search(a.out)
-        # The code, addresses and keys that the folder names (its orders) need trust, unless the user names them too.
-        set_by_user = set(named_options(a.config, fields))
-        if a.workflow:
-            set_by_user.add("workflow")
-        orders = orders_of_search(a.out)
-        trusted = check_trusted(orders, orders.current.keys() - set_by_user - {FOLDER})
         workflow = workflow or search.app
         tasks = tasks or search.tasks
         stored_options = search.options
+        # Code, addresses and keys of the folder (its orders) need trust, unless the user names them too.
+        orders = orders_of_search(a.out)
+        followed_orders = set(orders.current) - set_by_user - {FOLDER}
+        if a.workflow:
+            followed_orders.discard("workflow")
+        # The user began the search of a folder that they trust, and agreed to its limits then.
+        is_trusted = check_trusted(orders, followed_orders)
+        has_limit = has_limit or is_trusted
     for name, value in (("workflow", workflow), ("tasks", tasks)):
         if not value:
             raise ConfigError(name, None, "is missing", f"For example: {EXAMPLE}")
+
+    # 3. Ask before anything is paid, then search.
     options = load_options(a.config, fields, stored_options)
-    limited = trusted or not LIMITS.isdisjoint(named_options(a.config, fields))
-    if not may_begin_search(options, yes=a.yes, limited=limited, here=bool(options.run or options.model)):
+    app_is_local = bool(options.run or options.model)
+    if not may_begin_search(options, yes=a.yes, has_limit=has_limit, app_is_local=app_is_local):
         tell("nothing is asked")
         return 1
     try:

@@ -49,7 +49,9 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
     """
     label_of = load_labels(labels)
     if is_run(run):
-        open_run_code(run, ("workflow",) if app else (), only=("workflow", "redact"))
+        # The folder names code: its workflow, unless the user names one, and its redactor. Both need the user's trust.
+        named_by_user = ["workflow"] if app else []
+        open_run_code(run, named_by_user, only=("workflow", "redact"))
         app = app or known_workflow(read_run_json(run), Path(run).absolute())
     if app is None:
         fault = f"is missing: {without_password(run)} does not say which workflow it recorded"

@@ -172,7 +172,9 @@ def _copy(a: argparse.Namespace) -> int:
         with _progress_bar("records", total) as advance:
             copied = copy(source, target, lambda _, rows: advance(count=rows))
     left_out = copied.lost + copied.forged
-    others = "the others were there or left out" if left_out else "the others were there"
+    others = "the target has the others already"
+    if left_out:
+        others = "the others were left out, or the target has them already"
     tell(f"copied {plural(copied.stored, 'record')} of {total:,}; {others}")
     if copied.lost:
         tell(f"{plural(copied.lost, 'record')} could not be stored")

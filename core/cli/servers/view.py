@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -57,15 +58,25 @@ def _fields(table: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, str
 
     The order of the reference: required fields first, and nested tables after the plain fields.
     """
-    texts = field_documentation(table)
+    documentation = field_documentation(table)
     nested_tables: list[tuple[str, type[msgspec.Struct]]] = []
     for field in sorted(msgspec.structs.fields(table), key=lambda field: not field.required):
+        name = f"{prefix}{field.encode_name}"
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            nested_tables.append((f"{prefix}{field.encode_name}.", field.type))
-            continue
-        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        value = None if default is msgspec.NODEFAULT else default  # a required field has no default
-        text = value if isinstance(value, str) else json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
-        yield prefix + field.encode_name, text or "–", texts.get(field.name, "")
+            nested_tables.append((f"{name}.", field.type))
+        else:
+            yield name, _default_text(field), documentation.get(field.name, "")
     for nested_prefix, nested_table in nested_tables:
         yield from _fields(nested_table, nested_prefix)
+
+
+def _default_text(field: msgspec.structs.FieldInfo) -> str:
+    """The default of a field as JSON, or as it is if it is a text; a dash for an empty text."""
+    default: Any = None  # of a required field
+    if field.default_factory is not msgspec.NODEFAULT:
+        default = field.default_factory()
+    elif field.default is not msgspec.NODEFAULT:
+        default = field.default
+    if isinstance(default, str):
+        return default or "–"
+    return json.dumps(msgspec.to_builtins(default), ensure_ascii=False)

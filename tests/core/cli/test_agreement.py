@@ -45,12 +45,12 @@ def test_without_a_terminal_and_a_limit_it_ends_before_any_call(
 def test_the_person_at_the_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, reply: str, status: bool) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: reply)
-    assert may_begin_search(ImproveOptions(reflection="big"), yes=False, limited=False, here=False) is status
+    assert may_begin_search(ImproveOptions(reflection="big"), yes=False, has_limit=False, app_is_local=False) is status
 
 
 def test_the_end_of_the_input_is_a_no(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", Terminal(""))
-    assert may_begin_search(ImproveOptions(reflection="big"), yes=False, limited=False, here=False) is False
+    assert may_begin_search(ImproveOptions(reflection="big"), yes=False, has_limit=False, app_is_local=False) is False
     assert "no answer, which is taken as no" in capsys.readouterr().out
 
 
@@ -79,4 +79,4 @@ def test_nobody_is_asked_where_that_is_settled(
     monkeypatch: pytest.MonkeyPatch, options: ImproveOptions, yes: bool, limited: bool, here: bool
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail("asked"))
-    assert may_begin_search(options, yes=yes, limited=limited, here=here)
+    assert may_begin_search(options, yes=yes, has_limit=limited, app_is_local=here)
