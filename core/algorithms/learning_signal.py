@@ -44,7 +44,7 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
 
 
 class Note(NamedTuple):
-    """A note for the user: a sentence, and what to do about it. Both are empty if there is nothing to say."""
+    """A note for the user: a sentence, and its remedy. Both are empty if there is nothing to say."""
 
     text: str
     remedy: str

@@ -190,7 +190,7 @@ def _resolve_recipe(name: str, plan: PlanKind, settings: Mapping[str, Any], poli
         method = recipe(name, plan=plan, **settings)
     except ConfigError as error:
         raise _error_of_configuration(error, name, plan, settings, policy) from None
-    # What opens a teacher or shows a run reads `kl_to` from the configuration and does not load the user's class. So a
+    # The code that opens a teacher or shows a run reads `kl_to` from the configuration, without the user's class. So a
     # class of the user and the configuration must agree.
     kl_to = method.loss.kl_to
     if is_own(name) and kl_to != settings.get("kl_to", "untrained"):

@@ -223,7 +223,7 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _EpisodeSoFar:
-    """What is known of an episode before a call: the texts that may be the source of texts in the call."""
+    """The state of an episode before a call: the texts that may be the source of texts in the call."""
 
     task: str
     explained: Explained

@@ -55,7 +55,7 @@ _MOST_LEFT_OUT = 6
 def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     """All charts for which at least one of these runs has figures."""
     taught = all(all_taught(run.config) for run in runs)
-    # 1. What the runs reach: the figures of training's evaluations, of episodes, of roles and of policies.
+    # 1. The results: the figures of training's evaluations, of episodes, of roles and of policies.
     all_charts = [
         _held_out(runs, "success", HELD_OUT_SUCCESS, percent=True),
         _held_out(runs, "reward", HELD_OUT_REWARD, percent=False),

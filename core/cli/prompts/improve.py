@@ -68,7 +68,7 @@ def run(a: argparse.Namespace) -> int:
     from cotune.trainer.prompts.options import LIMITS, load_options, named_options, orders_of_search, read_search
     from cotune.trainer.prompts.outcome import render
 
-    # 1. What the user names: on the command line and in the file of --config.
+    # 1. The options that the user names, on the command line and in the file of --config.
     fields = {**fields_of(a), **parse_settings(a.set)}
     if a.price:
         fields["prices"] = parse_prices(a.price)

@@ -118,13 +118,15 @@ def test_the_configuration_names_what_does_not_fit() -> None:
 def test_a_policy_that_learns_from_a_teacher_needs_no_scorer_under_a_tree() -> None:
     distill = recipe("distill", plan="tree")
     recipes = Recipes(run=recipe("at_grpo"), own={"p": distill}, roles={"planner": "p"})
-    assert recipes.trainable_roles(["coder"]) == ["coder", "planner"] and Recipes(run=DR_MAS).trainable_roles([]) is None
+    assert recipes.trainable_roles(["coder"]) == ["coder", "planner"]
+    assert Recipes(run=DR_MAS).trainable_roles([]) is None
     tables = (
         PolicyConfig(name="p", roles=("planner",)),
         PolicyConfig(name="c", roles=("coder", "x"), recipe="at_grpo"),
     )
     reverse = policy_recipes(TrainConfig(recipe="distill", policy=tables), "tree")
-    assert reverse.trainable_roles(["coder"]) == ["coder", "planner"], "a role that learns from rewards needs its scorer"
+    expected = ["coder", "planner"]
+    assert reverse.trainable_roles(["coder"]) == expected, "a role that learns from rewards needs its scorer"
     assert policy_recipes(TrainConfig(recipe="distill", policy=tables[:1]), "tree").trainable_roles([]) is None
     lone = [sample("c.0", role="planner", policy=PolicyRef("p", 1))]
     assert [one.id for one in prepare_each(lone, recipes).samples] == ["c.0"]
