@@ -132,7 +132,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             # Tree: one episode a task, with K candidates at each call. Independent: K episodes a task. Replay: one
             # episode a task, which is then run again from some of its calls, K times from each.
             batch = step_episodes.batch(task_ids, on_episode)
-            judged.already(batch.done)
+            judged.add_ended(batch.done)
             if plan.kind != "replay":
                 judged.expect(dict.fromkeys(task_ids, plan.episodes_per_task))
             episodes = await run_episodes(run, batch, plan=plan, policies=policies)

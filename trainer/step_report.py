@@ -108,7 +108,7 @@ class RolloutReport(StepReport):
                 roles[role] |= rolled.refill.figures(role)
         frozen = run.frozen(state.steps)
         stayed = reasons_for_staying(state.policies, updates, batch.rows, collected, prepared, frozen=frozen)
-        silent = run.silent(collected)
+        silent = run.count_silent_steps(collected)
         return StepMetrics(
             step=state.steps,
             episodes=len(episodes),

@@ -61,7 +61,9 @@ class Bench:
     async def _ask_in_episodes(self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task) -> Opinion:
         """Ask the judge in all attempts at the same time, and return the mean of its opinions."""
         attempts = [self._ask_in_episode(judge, finished, task, attempt) for attempt in range(self.attempts)]
-        return _mean_opinions(await asyncio.gather(*attempts))
+        opinions = await asyncio.gather(*attempts)
+        # An opinion has a score, or an error, for each episode.
+        return [_mean_score(scores_of_episode) for scores_of_episode in zip(*opinions, strict=True)]
 
     async def _ask_in_episode(
         self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task, attempt: int
@@ -108,12 +110,6 @@ class Bench:
         rewards = self.store.rewards(candidate_id(call.id, call.chosen or 0) for call in answered)
         self.store.write(reward_records(episode.id, _mean_rewards(rewards.values())))
         self.store.flush()
-
-
-def _mean_opinions(opinions: Sequence[Opinion]) -> Opinion:
-    """Return, for each episode, the mean score over the attempts that gave one, with their reasons; an error if no
-    attempt gave a score."""
-    return [_mean_score(attempts) for attempts in zip(*opinions, strict=True)]
 
 
 def _mean_score(attempts: Sequence[Scored | WorkflowError]) -> Scored | WorkflowError:

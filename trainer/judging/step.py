@@ -23,13 +23,16 @@ def judge_bench(run: RolloutRun, step: int, responder: Responder) -> Bench:
     """
     flow = run.workflow
     plan = run.plan
-    compared = plan.kind == "independent" and judging_role(flow) in run.trained_roles(step)
+    attempts = 1
+    judge_is_trained = judging_role(flow) in run.trained_roles(step)
+    if judge_is_trained and plan.kind == "independent":
+        attempts = plan.k
     return Bench(
         workflow=flow,
         store=run.store,
         responder=responder,
         training_step=step,
-        attempts=plan.k if compared else 1,
+        attempts=attempts,
         timeout=run.config.episode_timeout,
     )
 
@@ -66,7 +69,7 @@ class JudgedStep:
         for task_id in episodes:
             self._begin(task_id)
 
-    def already(self, episodes: Iterable[Episode]) -> None:
+    def add_ended(self, episodes: Iterable[Episode]) -> None:
         """Add episodes that have ended before an interruption."""
         for episode in episodes:
             self.ended(episode)

@@ -26,7 +26,7 @@ from cotune.trainer.run.engines import (
     EngineSet,
     engine_sets,
     first_sets,
-    joined,
+    join_samplers,
     policy_count,
     server_urls,
     start_engines,
@@ -104,7 +104,7 @@ class Cluster:
                 raise result
             sampler_of_set[index] = result
         self._engines = [(engine_set, sampler_of_set[index]) for index, engine_set in enumerate(sets)]
-        return joined(self._config, self._engines)
+        return join_samplers(self._config, self._engines)
 
     async def _start(self, engine_set: EngineSet) -> Sampler:
         """Start the engines of a set. They end with the stack."""
@@ -141,10 +141,12 @@ class Cluster:
     ) -> FsdpLearner:
         """Open learners for these policies, in place of the present or lost ones. Raises RunError if some policies are
         new and the engines have no room for them."""
+        # An engine of full weights serves one policy, and a vLLM engine is started with room for a number of adapters.
+        has_new_policies = bool(policies.specs.keys() - self._open_policies)
         adapters = sum(spec.trained and spec.model is None for spec in policies.specs.values())
         has_full_weights = any(engine_set.weights == "full" for engine_set in engine_sets(self._config, policies))
         has_too_many = adapters > policy_count(self._config, self._config.model) and engine_kind(self._config).fixed
-        if (has_full_weights or has_too_many) and policies.specs.keys() - self._open_policies:
+        if has_new_policies and (has_full_weights or has_too_many):
             raise RunError(
                 f"The engines of this run have no room for the policies of roles that were first seen now; all "
                 f"roles are {', '.join(policies.roles)}.",

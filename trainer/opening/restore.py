@@ -138,7 +138,7 @@ async def add_new_roles(run: RolloutRun, report: StepReport) -> None:
     state = run.state
     roles = state.new_roles
     policies_before = state.policies
-    state.policies = run.joined(policies_before, roles)
+    state.policies = run.with_policies_for(policies_before, roles)
     state.new_roles = ()
     new_policies = [name for name in state.policies.specs if name not in policies_before.specs]
     with report.phase("new_roles"):

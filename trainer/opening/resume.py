@@ -144,7 +144,12 @@ def tasks_digest(tasks: Sequence[Task]) -> str:
     An object without fields counts as its type, because its text may contain an address of memory.
     """
     inputs = [(task.id, task.input) for task in tasks]
-    content = msgspec.json.encode(inputs, enc_hook=lambda value: plain(value, lambda other: type(other).__name__))
+
+    def name_of_type(value: object) -> str:
+        return type(value).__name__
+
+    # `plain` makes objects of the application into JSON, and calls its second argument for objects without fields.
+    content = msgspec.json.encode(inputs, enc_hook=lambda value: plain(value, name_of_type))
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

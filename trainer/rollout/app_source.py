@@ -85,7 +85,7 @@ def app_source(path: str, config: TrainConfig, prompts: Prompts | None = None) -
 def import_path(workflow: Workflow) -> str:
     """Return the module and name, or the file and name, under which `workflow` can be imported. Raises ConfigError."""
     name_in_main = ""
-    for module, name in _names(workflow):
+    for module, name in _find_in_modules(workflow):
         # Other processes cannot import "__main__" by this name, but its file.
         if module.__name__ != "__main__":
             return f"{module.__name__}:{name}"
@@ -101,17 +101,18 @@ def import_path(workflow: Workflow) -> str:
     raise ConfigError("workflow", f"{workflow.name}{where}", "cannot be imported by rollout workers", _REMEDY)
 
 
-def _names(workflow: Workflow) -> Iterator[tuple[types.ModuleType, str]]:
-    """Yield the modules that have the workflow, each with its name in that module."""
-    home = getattr(workflow.fn, "__module__", "")
+def _find_in_modules(workflow: Workflow) -> Iterator[tuple[types.ModuleType, str]]:
+    """Yield each module that has the workflow as an attribute, and the name of this attribute."""
+    defining_module = getattr(workflow.fn, "__module__", "")
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
     # The module that defines the workflow comes first. Other modules may have imported it, for example tests.
-    for module in sorted(modules, key=lambda module: module.__name__ != home):
+    for module in sorted(modules, key=lambda module: module.__name__ != defining_module):
         for name, value in list(vars(module).items()):
             # type() instead of isinstance(): a module may have objects that pretend to have any attribute or class.
             candidate = value
             if type(value) is types.FunctionType:  # a decorated function carries its workflow
                 candidate = vars(value).get("cotune")
+            # The workflow of this run may be a copy with other settings, so the functions are compared.
             if type(candidate) is Workflow and candidate.fn is workflow.fn:
                 yield module, name
 

@@ -45,12 +45,13 @@ def answering(
     """Return how `policies` answer calls with the sampling of the run; see `run_episodes` for the arguments."""
     config = run.config
     names = {role: policy.name for role, policy in policies.items()}
-    # The policy whose sampling settings each role has. In an evaluation of the untrained model, a role keeps the
-    # settings of its own policy, so that the two can be compared.
-    sampled_as = dict(run.state.policies.roles)
+    # The policy whose sampling settings each role has: the policy that answers, if it has a [[policy]] table. In an
+    # evaluation the untrained model answers, which has none. The role then keeps the settings of its trained policy, so
+    # that the two can be compared.
+    settings_policy = dict(run.state.policies.roles)
     for role, name in names.items():
         if config.policy_table(name):
-            sampled_as[role] = name
+            settings_policy[role] = name
     return ResponderConfig(
         policies=dict(policies),
         plan=plan,
@@ -59,7 +60,7 @@ def answering(
         own=run.recipes.attributions(names),
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.request_timeout),
         override=at_temperature(config.sampling.temperature),
-        own_sampling=config.own_sampling(sampled_as, evaluation=plan is None),  # only evaluations have no plan
+        own_sampling=config.own_sampling(settings_policy, evaluation=plan is None),  # only evaluations have no plan
         provider_roles=tuple(run.provider_roles),
         others=stand_in(config.other_roles),
         seed=config.seed,

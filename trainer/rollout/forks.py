@@ -53,13 +53,15 @@ def forks_of(run: RolloutRun, trunk: Episode, effects: Mapping[Place, float]) ->
     `effects_before` the step. The choice is always the same for the same episode."""
     if not trunk.is_outcome:
         return Forks()
+    # 1. The calls that can be forked: a fork must train a policy, and the episode must be repeatable up to the call.
     step = run.state.steps if trunk.training_step is None else trunk.training_step
-    frozen = run.frozen(step)  # a fork at a call of a frozen policy would train no policy
+    frozen = run.frozen(step)
     learning_roles = {role: policy for role, policy in run.trained_roles(step).items() if policy not in frozen}
     calls = run.store.calls(trunk.id)
     trainable = [call for call in calls if _is_trainable(call, learning_roles)]
     forkable = [call for call in trainable if can_repeat_before(calls, call)]
 
+    # 2. The choice among them, by the rule and the budget of the configuration.
     rule = fork_rule(run.config.replay.forks)
     seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
     chosen = choose_forks(forkable, rule, run.config.replay.budget, seed, effects)
@@ -120,15 +122,16 @@ class _Fork(NamedTuple):
 
 def _read_forks(run: RolloutRun, steps: Iterable[int]) -> list[_Fork]:
     """Read the forks of earlier steps that have several branches with an outcome."""
-    branches_of_trunk: dict[str, dict[str, list[Episode]]] = {}  # by the id of the trunk and of the forked call
+    branches_of_call: dict[str, list[Episode]] = {}
+    trunk_ids: dict[str, None] = {}  # each once, in order
     for step in steps:
         for branch in run.store.episodes(EpisodeFilters(phase="train", training_step=step)):
             if branch.fork is not None and branch.is_outcome:
-                branches_of_call = branches_of_trunk.setdefault(branch.fork.trunk, {})
                 branches_of_call.setdefault(branch.fork.call, []).append(branch)
+                trunk_ids[branch.fork.trunk] = None
     forks: list[_Fork] = []
-    for trunk, branches_of_call in branches_of_trunk.items():
-        for call in run.store.calls(trunk, lean=True):
+    for trunk_id in trunk_ids:
+        for call in run.store.calls(trunk_id, lean=True):
             branches = branches_of_call.get(call.id, [])
             if len(branches) > 1:
                 forks.append(_Fork(call, branches))
@@ -152,10 +155,11 @@ def _branch_outcomes(run: RolloutRun, forks: Sequence[_Fork]) -> dict[str, float
             samples_of_step.setdefault((policy, branch.training_step), []).append(sample)
     outcomes: dict[str, float] = {}
     for (policy, _), samples in samples_of_step.items():
+        # These samples stand for the outcomes of episodes, so the rewards of candidates do not count.
         attribution = run.recipes.of(policy).attribution
-        values = weigh_rewards(samples, attribution, (), own=False, outcome=True).outcome.tolist()
-        for sample, value in zip(samples, values, strict=True):
-            outcomes[sample.rollout] = value
+        weighed = weigh_rewards(samples, attribution, (), own=False, outcome=True)
+        for sample, outcome in zip(samples, weighed.outcome.tolist(), strict=True):
+            outcomes[sample.rollout] = outcome
     return outcomes
 
 
@@ -175,10 +179,38 @@ async def run_forks(
     `effects_before` the step. `judged` gets the number of episodes of each task. `say_once` prints a line, the first
     time that it is called with it.
     """
-    # The trunk of a task is its rollout 0. The branches of its first fork follow from 1 on, then the branches of the
-    # next one. The numbers are always the same, so that a resumed run finds the branches.
+    replays = _plan_branches(run, trunks, policies, effects, say_once)
+    finished: list[Episode] = []
+    for branch in done:
+        if _is_planned(branch, replays.get((branch.task.id, branch.rollout))):
+            finished.append(branch)
+    judged.add_ended(finished)
+
+    # A judge compares the branches of a task with each other and with their trunk.
+    episodes_of_task = Counter(trunk.task.id for trunk in trunks)
+    episodes_of_task.update(task_id for task_id, _ in replays)
+    judged.expect(episodes_of_task)
+
+    if not replays:
+        return []
+    branches = msgspec.structs.replace(batch, replays=replays, done=finished)
+    return await run_episodes(run, branches, plan=run.plan, policies=policies)
+
+
+def _plan_branches(
+    run: RolloutRun,
+    trunks: Sequence[Episode],
+    policies: Mapping[str, PolicyRef],
+    effects: Mapping[Place, float],
+    say_once: Callable[[str], None],
+) -> dict[tuple[str, int], Replay]:
+    """Choose the forks of each trunk. Returns the replay of each branch, by its task and rollout.
+
+    The trunk of a task is its rollout 0. The branches of its first fork follow from 1 on, then the branches of the next
+    one. The numbers are always the same, so that a resumed run finds the branches.
+    """
     plans = run.config.plans_of(run.plan, {role: policy.name for role, policy in policies.items()})
-    replays: dict[tuple[str, int], Replay] = {}  # by task and rollout
+    replays: dict[tuple[str, int], Replay] = {}
     for trunk in trunks:
         forks = forks_of(run, trunk, effects)
         if not forks.calls:
@@ -192,18 +224,7 @@ async def run_forks(
             for _ in range(plans.get(call.role, run.plan).k):
                 replays[trunk.task.id, rollout] = replay
                 rollout += 1
-    finished = [episode for episode in done if _repeats(episode, replays.get((episode.task.id, episode.rollout)))]
-    judged.already(finished)
-
-    # A judge compares the branches of a task with each other and with their trunk.
-    episodes_of_task = Counter(trunk.task.id for trunk in trunks)
-    episodes_of_task.update(task_id for task_id, _ in replays)
-    judged.expect(episodes_of_task)
-
-    if not replays:
-        return []
-    branches = msgspec.structs.replace(batch, replays=replays, done=finished)
-    return await run_episodes(run, branches, plan=run.plan, policies=policies)
+    return replays
 
 
 def replay_figures(run: RolloutRun, episodes: Sequence[Episode], effects: Mapping[Place, float]) -> dict[str, int]:
@@ -242,7 +263,10 @@ def expected_budget(config: TrainConfig, store: Store, trained: Mapping[str, str
         raise ConfigError(
             "replay.forks", config.replay.forks, f"names no trained role; trained roles: {', '.join(sorted(trained))}"
         )
-    n_episodes = n_calls = n_forks = 0
+    # Choose the forks of each episode of the preflight, as in training.
+    n_episodes = 0
+    n_calls = 0
+    n_forks = 0
     total = Budget()
     for episode in store.episodes(EpisodeFilters(phase="check")):
         calls = store.calls(episode.id)
@@ -254,7 +278,7 @@ def expected_budget(config: TrainConfig, store: Store, trained: Mapping[str, str
         n_forks += len(forks)
         total += budget(calls, forks, plan, plans)
 
-    # Means over the episodes of the preflight.
+    # From the means over these episodes, estimate a step: each task has a trunk, and the calls of its branches.
     divisor = max(1, n_episodes)
     mean_calls = n_calls / divisor
     calls_per_step = tasks * (mean_calls + total.sampled / divisor)
@@ -270,12 +294,22 @@ def expected_budget(config: TrainConfig, store: Store, trained: Mapping[str, str
 def _outcome_sample(
     branch: Episode, fork: CallRecord, policy: str, outcome: Mapping[str, float], on_failure: OnFailure
 ) -> Sample:
-    """Return a sample of the role of the fork that stands for the outcome of a branch, for `weigh_rewards`."""
+    """Return a sample without tokens that stands for the outcome of a branch, for `weigh_rewards`. It is of the role of
+    the forked call."""
     return Sample(
-        id=f"{branch.id}.0", task=branch.task.id, rollout=branch.id, role=fork.role, turn=fork.turn, step=fork.step,
-        branch=fork.id, prompt=fork.id, policy=PolicyRef(policy), tokens=0, outcome=outcome,
+        id=f"{branch.id}.0",
+        task=branch.task.id,
+        rollout=branch.id,
+        role=fork.role,
+        turn=fork.turn,
+        step=fork.step,
+        branch=fork.id,
+        prompt=fork.id,
+        policy=PolicyRef(policy),
+        tokens=0,
+        outcome=outcome,
         failure=failure_of(branch, on_failure),
-    )  # fmt: skip
+    )
 
 
 def _is_trainable(call: CallRecord, roles: Mapping[str, str]) -> bool:
@@ -288,8 +322,9 @@ def _is_trainable(call: CallRecord, roles: Mapping[str, str]) -> bool:
     return is_complete and is_sampled and roles.get(call.role) == call.policy.name
 
 
-def _repeats(branch: Episode, replay: Replay | None) -> bool:
-    """Return whether a branch from before an interruption is the planned one: of the same trunk, at the same call."""
+def _is_planned(branch: Episode, replay: Replay | None) -> bool:
+    """Return whether a branch from before an interruption is the planned one: of the same trunk, at the same call.
+    `replay` is the plan for its task and rollout; None if there is none."""
     if replay is None or branch.fork is None:
         return False
     return branch.fork.trunk == replay.script.episode and branch.fork.call == replay.fork

@@ -41,7 +41,8 @@ class RolloutPipeline(Generic[Rolled]):
         await self.cancel()
 
     async def episodes_of(self, step: int) -> Rolled:
-        """Return the samples of `step`. Cancelling this cancels its rollout."""
+        """Wait for the samples of `step` and return them. Starts its rollout and the rollouts of the `ahead` steps
+        after it, unless they have started. Cancelling this cancels the rollout of `step`."""
         self._needed[step].set()
         for next_step in range(step, min(step + self._ahead + 1, self._steps)):
             if next_step not in self._tasks:
@@ -50,7 +51,7 @@ class RolloutPipeline(Generic[Rolled]):
         try:
             return await self._tasks[step]
         finally:
-            # The task of this step stays, because the rollout of the next step waits for it.
+            # Forget the step before. The task of this step stays until then, because the next rollout waits for it.
             self._tasks.pop(step - 1, None)
             self._needed.pop(step - 1, None)
 

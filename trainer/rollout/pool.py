@@ -134,8 +134,10 @@ class WorkerPool:
         job.cancelled = True
         worker = next((worker for worker in self._workers if job.request.id in worker.running), None)
         if worker is None:
-            job.ended.cancel()  # has no effect on a job that has just ended
+            # The job waits for a worker, or has just ended: then this has no effect.
+            job.ended.cancel()
         else:
+            # The worker delivers the records of the cancelled episode, which ends the job.
             try:
                 async with asyncio.timeout(self._limits.stop):
                     await worker.process.call("cancel", job.request.id)
@@ -144,7 +146,7 @@ class WorkerPool:
                 worker.lose(Loss(f"{job.name} did not stop within {self._limits.stop:g} s of being cancelled"))
             except ProcessGone as gone:
                 worker.lose(Loss(gone.cause))
-            # If the worker is lost, `_settle` ends the job.
+            # If the worker is lost, by this or for another reason, `_settle` ends the job.
             await asyncio.wait({job.ended})
         if job.ended.cancelled() or job.ended.exception():
             return None
@@ -209,7 +211,7 @@ class WorkerPool:
                 await process.start()
                 started = await process.call("start", self._setup)
             self._check(started)
-        except TypeError as error:
+        except TypeError as error:  # an object of the setup, usually a sampler of the user's own, cannot be pickled
             await asyncio.shield(process.kill())
             fault = f"does not cross processes ({str(error).splitlines()[0]})"
             raise ConfigError(
@@ -244,8 +246,9 @@ class WorkerPool:
             if worker.loss.done():
                 return worker.loss.result()
             answer = self._spawn(worker.process.call("heartbeat"))
-            # Retrieve its error even if nobody waits for it any more. Otherwise asyncio logs it.
-            answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+            # Asyncio logs an error that nobody retrieves, and below nobody does if the worker is lost meanwhile. A
+            # cancelled call has no error to retrieve.
+            answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
             await asyncio.wait({answer, worker.loss}, timeout=self._limits.heartbeat, return_when="FIRST_COMPLETED")
             if worker.loss.done():
                 return worker.loss.result()
@@ -319,8 +322,9 @@ class WorkerPool:
     def deliver(self, worker: _Worker, job: Job, result: EpisodeResult | EpisodeLost) -> None:
         """Take the result of a job from a worker. A second result of the same job is dropped, and so is the result of a
         lost worker, whose jobs are run again."""
-        # A lost worker keeps its jobs in `running`, for `_settle`.
-        is_expected = not worker.loss.done() and worker.running.pop(job.request.id, None) is job
+        is_expected = False
+        if not worker.loss.done():  # a lost worker keeps its jobs in `running`, for `_settle`
+            is_expected = worker.running.pop(job.request.id, None) is job
         if not is_expected or job.ended.done():
             self.counters["results_dropped"] += 1
             return

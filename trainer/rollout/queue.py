@@ -85,18 +85,19 @@ class JobQueue:
         self._jobs.clear()
 
     def after_loss(self, jobs: Sequence[Job], culprit: str | None) -> tuple[list[Job], list[Job]]:
-        """Decide about the jobs of a lost worker. Returns the jobs that run again, which are queued before all others,
-        and the jobs that have failed.
+        """Queue the jobs of a lost worker again, before all others, except the ones that have failed. Returns the jobs
+        that run again, and the failed ones.
 
         The job that has caused the loss fails at once, if it is known (the request `culprit`). Otherwise a job that ran
         alone fails if its worker was lost more than `RETRIES` times.
         """
         failed = [job for job in jobs if job.request.id == culprit]
-        rerun = [job for job in jobs if job not in failed]
         if not failed:
-            for job in rerun:  # each of them may be the cause
+            for job in jobs:  # each of them may be the cause
                 job.losses += 1
-        if len(jobs) == 1 and jobs[0].losses > RETRIES:
-            return [], list(jobs)
+            ran_alone = len(jobs) == 1
+            if ran_alone and jobs[0].losses > RETRIES:
+                failed = list(jobs)
+        rerun = [job for job in jobs if job not in failed]
         self._jobs.extendleft(reversed(rerun))
         return rerun, failed

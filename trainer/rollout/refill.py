@@ -55,8 +55,9 @@ async def refill_step(
     """
     config = run.config
     episodes_per_task = run.plan.episodes_per_task
-    players = run.trained_roles(step)
-    roles = [role for role in run.learning_roles(step) if not why_no_refill(run.recipes.of(players[role]))]
+    policy_of_role = run.trained_roles(step)
+    # Only roles whose recipe compares the rewards of a group gain from further groups.
+    roles = [role for role in run.learning_roles(step) if not why_no_refill(run.recipes.of(policy_of_role[role]))]
     refill = Refill(config.refill, run.state.drawn[step], roles, await compare(first_episodes))
 
     async def run_drawn(task_ids: Collection[str]) -> list[Episode]:
@@ -69,17 +70,18 @@ async def refill_step(
     added, late_tasks = await run_refill(refill, first_episodes, run_drawn, compare, at_once, needed)
     run.store.flush()
 
-    n_late = 0
+    # The late tasks were cancelled, but the store has the episodes that they had begun.
+    late_episodes = 0
     if late_tasks:
-        ended = {episode.id for episode in (*first_episodes, *added)}
+        ended_ids = {episode.id for episode in (*first_episodes, *added)}
         for episode in run.store.episodes(EpisodeFilters(phase="train", training_step=step)):
-            if episode.task.id in late_tasks and episode.id not in ended:
-                n_late += 1
+            if episode.task.id in late_tasks and episode.id not in ended_ids:
+                late_episodes += 1
     return RolledOut(
         episodes=[*first_episodes, *added],
         refill=refill,
         refilled=len(added),
-        late=n_late,
+        late=late_episodes,
         late_tasks=sorted(set(late_tasks)),
     )
 
@@ -106,7 +108,7 @@ async def run_refill(
     needed = needed or asyncio.Event()
     waiting_for_need = asyncio.ensure_future(needed.wait())
 
-    async def take(ended: Collection[asyncio.Task[list[Episode]]]) -> None:
+    async def take_episodes(ended: Collection[asyncio.Task[list[Episode]]]) -> None:
         """Take the episodes of jobs that have ended, and count the groups that they make."""
         for job in ended:
             task_ids = running.pop(job)
@@ -122,23 +124,22 @@ async def run_refill(
             running_count = sum(len(task_ids) for task_ids in running.values())
             drawn = refill.more(running_count, at_once)
             # One job for all tasks, or with `at_once` a job for each task, to see at once when it ends.
-            parts = [drawn] if drawn else []
+            tasks_of_jobs = [drawn] if drawn else []
             if at_once:
-                parts = [[task_id] for task_id in drawn]
-            for task_ids in parts:
+                tasks_of_jobs = [[task_id] for task_id in drawn]
+            for task_ids in tasks_of_jobs:
                 running[asyncio.ensure_future(run_drawn(task_ids))] = task_ids
             if not running:
                 break  # the budget is spent
             ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            await take(ended)
+            await take_episodes(ended)
 
         # 2. Wait for running tasks until training waits for this step.
         while running and not needed.is_set():
             awaited: set[asyncio.Task[Any]] = {*running, waiting_for_need}
             ended, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            await take(ended & running.keys())
-        late = [task_id for task_ids in running.values() for task_id in task_ids]
-        return added, late
+            await take_episodes(ended & running.keys())
+        return added, [task_id for task_ids in running.values() for task_id in task_ids]
     finally:
         waiting_for_need.cancel()
         for job in running:

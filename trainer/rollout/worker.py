@@ -69,18 +69,22 @@ class RolloutWorker:
         asyncio.run_coroutine_threadsafe(self._cancel(request_id), self._loop)
 
     async def heartbeat(self) -> Heartbeat:
-        """Return the state of this process. Only code that holds the interpreter lock can delay the answer."""
-        blocked = time.monotonic() - self._last_tick - _TICK_SECONDS
+        """Return how long the event loop of episodes has been blocked, the episode that blocks it, and the number of
+        episodes whose code still runs after their end.
+
+        It runs in another thread than the episodes, so only code that holds the interpreter lock can delay the answer.
+        """
+        blocked_seconds = time.monotonic() - self._last_tick - _TICK_SECONDS
         # Episodes that have ended, for example by a time-out, while their plain function still runs: a thread cannot be
         # stopped from outside.
         overdue = sum(live.ended for live in list(self._in_plain_functions))
-        if blocked < _BLOCKED_SECONDS:
+        if blocked_seconds < _BLOCKED_SECONDS:
             return Heartbeat(overdue=overdue)
         # The stack of the loop's thread shows which episode blocks it.
         frame = thread_frame(self._thread.ident)
         context = running_context(frame)
         culprit = context.get(current_run, RunContext()).request if context else None
-        return Heartbeat(blocked=blocked, culprit=culprit or None, where=thread_place(frame), overdue=overdue)
+        return Heartbeat(blocked=blocked_seconds, culprit=culprit or None, where=thread_place(frame), overdue=overdue)
 
     def _start(self, setup: Setup) -> Started:
         """Import the application, load the chat formats and start the thread of episodes. Returns facts of the

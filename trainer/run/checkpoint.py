@@ -163,33 +163,36 @@ def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:
 
     Raises RunError if it is missing, or was not written by this run. The error names the run's whole checkpoints.
     """
-    path = newest_checkpoint(folder)
+    newest = newest_checkpoint(folder)
     run = read_run(folder.parent) if is_run(folder.parent) else RunDescription()
-    if path is None:
+    if newest is None:
         has_steps = any(steps_of(other) for other in step_folders(folder)) or bool(read_metrics(folder.parent))
-        if not has_steps:
-            return None
-        raise RunError(f"The run has made steps, but {latest_in(folder)} is missing.", _whole_checkpoints(folder, run))
-    fault = checkpoint_fault(path, run.id)
+        if has_steps:
+            cause = f"The run has made steps, but {latest_in(folder)} is missing."
+            raise RunError(cause, _whole_checkpoints(folder, run))
+        return None
+
+    fault = checkpoint_fault(newest, run.id)
     if fault is None:
         try:
-            return msgspec.json.decode((path / CHECKPOINT).read_bytes(), type=Checkpoint), path
+            checkpoint = msgspec.json.decode((newest / CHECKPOINT).read_bytes(), type=Checkpoint)
+            return checkpoint, newest
         except (OSError, msgspec.DecodeError) as error:
             fault = f"{CHECKPOINT}: {error}"
-    raise RunError(f"The checkpoint {path} is broken: {fault}.", _whole_checkpoints(folder, run, path.name))
+    raise RunError(f"The checkpoint {newest} is broken: {fault}.", _whole_checkpoints(folder, run, newest.name))
 
 
 def _whole_checkpoints(folder: Path, run: RunDescription, broken: str = "") -> str:
     """Return the remedy if a run cannot be continued from its newest checkpoint: use the newest one that is whole. The
     text names all whole checkpoints. `broken` is the name of the newest checkpoint; empty if it is missing."""
-    whole: list[str] = []
+    whole_checkpoints: list[str] = []
     for path in step_folders(folder):
         if path.name != broken and checkpoint_fault(path, run.id) is None:
-            whole.append(path.name)
-    if not whole:
+            whole_checkpoints.append(path.name)
+    if not whole_checkpoints:
         other = "other " if broken else ""
         return f"No {other}checkpoint of this run is whole: start a new run."
-    *older, newest = whole
+    *older, newest = whole_checkpoints
     older_note = ""
     if older:
         verb = "is" if len(older) == 1 else "are"

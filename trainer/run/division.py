@@ -17,6 +17,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -107,8 +108,14 @@ def resources_of_cluster(gpus: int) -> Resources:
 def resources_of(
     config: TrainConfig, *, gpus: int, gpu_bytes: float, vllm: Build, importable: bool = True
 ) -> Resources:
-    """Return the resources of a machine with these GPUs and this vLLM. Models are only inspected if it matters."""
-    folders = [locate_model(model) for model in config.bases] if gpus or config.cluster.on_ray else []
+    """Return the resources of a machine with these GPUs and this vLLM, and the sizes of the base models.
+
+    A model that is not on this machine is downloaded to inspect it, so models are inspected only if the division of the
+    machine depends on them.
+    """
+    folders: list[Path] = []
+    if gpus or config.cluster.on_ray:
+        folders = [locate_model(model) for model in config.bases]
     parameters = 0
     if gpus > 1:  # only then are the GPUs divided by the sizes of models
         parameters = max((count_parameters(folder) for folder in folders), default=0)
@@ -138,7 +145,7 @@ def divide(config: TrainConfig, resources: Resources) -> Division:
         local = msgspec.structs.replace(config.cluster, address="local")
         return _divide_on_ray(msgspec.structs.replace(config, cluster=local), resources)
     divided, notes = _divide_without_ray(config, resources)
-    gpus_used = 1
+    gpus_used = 1  # engine and learner share it
     if not divided.cluster.shares_gpu:
         gpus_used = int(divided.cluster.gpus_per_engine + divided.cluster.gpus_per_learner)
     unused = f"{gpus_used} of {resources.gpus} GPUs used: {obstacle}"
@@ -159,6 +166,7 @@ def _divide_without_ray(config: TrainConfig, resources: Resources) -> Division:
             else:
                 engine = "vllm"
 
+    # Engine and learner share the GPU. Without an engine of its own, the run gives the whole GPU to the learner.
     starts_engine = _starts_engines(config)
     per_engine = 0.0
     per_learner = 0.0
@@ -167,7 +175,7 @@ def _divide_without_ray(config: TrainConfig, resources: Resources) -> Division:
         per_learner = SHARED
     elif resources.gpus:
         per_learner = 1.0
-    # Making [cluster] with this address raises ConfigError for settings that need Ray.
+    # ClusterConfig itself raises ConfigError if it is built with this address and with settings that need Ray.
     cluster = msgspec.structs.replace(config.cluster, address=NO_RAY)
     if starts_engine:
         _check_gpus_per_engine(cluster, per_engine)
@@ -194,6 +202,7 @@ def _starts_engines(config: TrainConfig) -> bool:
 
 def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
     """Divide the GPUs among engines and learners on Ray. A note says why the engines are not vLLM, if they are not."""
+    # 1. The engine: vLLM if nothing speaks against it.
     notes: list[str] = []
     shares_gpu = _shares_gpu_on_ray(config, resources)
     engine = config.engine
@@ -207,6 +216,7 @@ def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
                 engine = "vllm"
     with_engine = msgspec.structs.replace(config, engine=engine)
 
+    # 2. The GPUs. How many engines there are depends on the kind of engine.
     cluster: ClusterConfig
     if shares_gpu:
         cluster = config.cluster.divided(engines=1, gpus_per_engine=SHARED, learners=1, gpus_per_learner=SHARED)
@@ -231,9 +241,10 @@ def _shares_gpu_on_ray(config: TrainConfig, resources: Resources) -> bool:
         return True
     if resources.gpus != 1 or not _starts_engines(config):
         return False
-    # There is one GPU for both, unless the configuration asks for more than it has.
-    asks_for_several = cluster.engines > 1 or cluster.learners > 1 or cluster.gpus_per_engine != 0
-    return not asks_for_several
+    # With one GPU, both share it, unless the configuration asks for several processes or sets the GPUs of an engine (0
+    # leaves them open).
+    asks_for_another_division = cluster.engines > 1 or cluster.learners > 1 or cluster.gpus_per_engine != 0
+    return not asks_for_another_division
 
 
 def _divide_gpus(config: TrainConfig, resources: Resources) -> ClusterConfig:
@@ -245,24 +256,26 @@ def _divide_gpus(config: TrainConfig, resources: Resources) -> ClusterConfig:
     if not _starts_engines(config):
         return cluster.divided(engines=1, learners=cluster.learners or gpus, gpus_per_learner=1)
 
-    # `cluster.engines` is the number of engines of each set.
+    # There is a set of engines for each model, and `cluster.engines` is the number of engines of each set.
     sets = _count_engine_sets(config)
     per_engine = cluster.gpus_per_engine or _gpus_for_weights(config, resources, most=max(1, gpus // 2))
+    gpus_for_one_engine_each = sets * per_engine
     if cluster.learners:
         learners = cluster.learners
     elif cluster.engines:
-        learners = max(1, gpus - int(cluster.engines * sets * per_engine))
+        learners = max(1, gpus - int(cluster.engines * gpus_for_one_engine_each))
     else:
-        # A quarter of the GPUs trains. Rollouts take most of a step: they decode token by token.
+        # A quarter of the GPUs trains, or more if the weights need them, but one engine of each set must have room.
+        # Rollouts get the larger part, as they take most of a step: they decode token by token.
         wanted = max(gpus // 4, _learners_for_weights(config, resources, sets))
-        learners = max(1, min(wanted, gpus - int(sets * per_engine)))
-    engines = cluster.engines or max(1, int((gpus - learners) // (sets * per_engine)))
+        learners = max(1, min(wanted, gpus - int(gpus_for_one_engine_each)))
+    engines = cluster.engines or max(1, int((gpus - learners) // gpus_for_one_engine_each))
     return cluster.divided(engines=engines, gpus_per_engine=per_engine, learners=learners, gpus_per_learner=1)
 
 
 def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
-    """Return the reason why a run does not use Ray on a machine with several GPUs; an empty text if it uses Ray. The
-    configuration leaves the choice open."""
+    """Return the reason why a run does not use Ray on a machine with several GPUs, in a configuration that leaves the
+    choice open; an empty text if it uses Ray. The user reads it behind "1 of 4 GPUs used: "."""
     if config.cluster.address == NO_RAY:
         return "cluster.address is none"
     if engine_name(config.engine) not in (AUTO, "vllm", SERVER) and not config.from_records:
@@ -286,8 +299,8 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
     if not _starts_engines(config):
         return ""
     cluster = msgspec.structs.replace(config.cluster, address="local")
-    on_ray = msgspec.structs.replace(config, engine="vllm", cluster=cluster)
-    needed = _count_engine_sets(on_ray) + 1  # one GPU for an engine of each set, and one for the learner
+    config_on_ray = msgspec.structs.replace(config, engine="vllm", cluster=cluster)
+    needed = _count_engine_sets(config_on_ray) + 1  # one GPU for an engine of each set, and one for the learner
     if needed > resources.gpus:
         return f"engines and learners need {needed}, as each base model and each policy of full weights has an engine"
     return ""
@@ -312,11 +325,13 @@ def _obstacle_to_vllm(config: TrainConfig, resources: Resources, *, shares_gpu: 
         return "the installed vLLM was built for GPUs"
     if resources.unknown_to_vllm:
         return f"vLLM does not know {', '.join(resources.unknown_to_vllm)}"
+    # The kind of each policy. If the roles are not known yet, assume two, each with a policy of full weights.
     if config.policy:
         kinds = [policy.kind for policy in config.policy if policy.kind != "provider"]
+    elif config.policies == "full":
+        kinds = ["full"] * (len(config.roles) or 2)
     else:
-        # Before the roles are known, assume that there are two.
-        kinds = ["full"] * (len(config.roles) or 2) if config.policies == "full" else ["lora"]
+        kinds = ["lora"]
     if config.ahead and "full" in kinds:
         return "vLLM holds one version of full weights, and mode async needs several"
     if not shares_gpu:
@@ -352,16 +367,18 @@ def _learners_for_weights(config: TrainConfig, resources: Resources, sets: int) 
     """Return the fewest learners whose GPUs together hold the weights that the learners divide among them."""
     if not resources.gpu_bytes:
         return 1
+    full_policies = 0
     if config.policy:
         full_policies = sum(policy.kind == "full" for policy in config.policy)
-    else:
-        full_policies = sets if config.policies == "full" else 0
+    elif config.policies == "full":
+        full_policies = sets  # each policy of full weights has a set of engines
     if full_policies:
         bytes_per_parameter = FULL_BYTES * full_policies
     else:  # adapters: frozen weights fill the memory
         bytes_per_parameter = 4.0 if config.learner.dtype == "float32" else 2.0
-    needed = resources.parameters * bytes_per_parameter
-    return max(1, math.ceil(needed / (WEIGHTS_PART * resources.gpu_bytes)))
+    weight_bytes = resources.parameters * bytes_per_parameter
+    bytes_of_learner = WEIGHTS_PART * resources.gpu_bytes  # the part of its GPU that weights may take
+    return max(1, math.ceil(weight_bytes / bytes_of_learner))
 
 
 def describe_division(config: TrainConfig) -> str:

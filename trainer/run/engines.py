@@ -53,10 +53,11 @@ def engine_sets(config: TrainConfig, policies: Policies) -> list[EngineSet]:
         with_own_engines: list[str] = []
         if engine_kind(config).fixed:
             with_own_engines = [name for name in names if policies.specs[name].kind == "full"]
-        others = tuple(name for name in names if name not in with_own_engines)
+        on_shared_engines = tuple(name for name in names if name not in with_own_engines)
         sets += [EngineSet(model, "full", (name,)) for name in with_own_engines]
-        if others or not with_own_engines:
-            sets.append(EngineSet(model, "lora", others))
+        # A model without any policy yet has engines too, for its untrained weights.
+        if on_shared_engines or not with_own_engines:
+            sets.append(EngineSet(model, "lora", on_shared_engines))
 
     fault = f"cannot be used here: {', '.join(str(engine_set) for engine_set in sets)} need separate engines"
     if len(sets) > 1 and engine_shares_gpu(config):
@@ -77,21 +78,22 @@ def first_sets(config: TrainConfig) -> list[EngineSet]:
     return [EngineSet(config.model, "full" if has_full_weights else "lora")]
 
 
-def joined(config: TrainConfig, engines: Sequence[tuple[EngineSet, Sampler]]) -> Sampler:
-    """Join the samplers of all sets into one. Policies that no set names are answered on the run's own model."""
+def join_samplers(config: TrainConfig, engines: Sequence[tuple[EngineSet, Sampler]]) -> Sampler:
+    """Join the samplers of all sets into one, which sends each request to the sampler of its policy. Policies that no
+    set names are answered on the run's own model."""
     if len(engines) == 1:
         [(_, sampler)] = engines
         return sampler
     sampler_of_policy: dict[str, Sampler] = {}
-    samplers_of_model: dict[EngineWeights, Sampler] = {}  # the first of each kind on the run's own model
+    default_samplers: dict[EngineWeights, Sampler] = {}  # on the run's own model, the first of each kind of weights
     for engine_set, sampler in engines:
         sampler_of_policy |= dict.fromkeys(engine_set.policies, sampler)
         if engine_set.model == config.model:
-            samplers_of_model.setdefault(engine_set.weights, sampler)
-    # Engines of adapters also serve the untrained base model.
-    default = samplers_of_model.get("lora")
+            default_samplers.setdefault(engine_set.weights, sampler)
+    # Rather an engine of adapters, which also serves the untrained base model.
+    default = default_samplers.get("lora")
     if default is None:
-        default = next(iter(samplers_of_model.values()))
+        default = next(iter(default_samplers.values()))
     return PolicySampler(sampler_of_policy, default)
 
 
@@ -141,7 +143,9 @@ def engine_config(config: TrainConfig, engine_set: EngineSet, url: str = "") -> 
     """Return the configuration of an engine of a set. `url` is the address of its server, if it has one. Raises
     ConfigError for weights that the engine cannot serve."""
     engine = engine_kind(config)
-    policy_kinds: list[str] = [policy.kind for policy in config.policy] or [config.policies]
+    policy_kinds: list[str] = [config.policies]
+    if config.policy:
+        policy_kinds = [policy.kind for policy in config.policy]
     if engine.adapters_only and "full" in policy_kinds:
         fault = f"cannot be sampled by {config.engine}: it takes adapters only"
         raise ConfigError("policies", "full", fault)
@@ -154,7 +158,8 @@ def engine_config(config: TrainConfig, engine_set: EngineSet, url: str = "") -> 
     dtype = None
     if "full" not in policy_kinds and not config.cluster.on_ray:
         dtype = products_dtype(config.learner.precision)
-    adapters = [spec.lora for spec in _adapters(config, engine_set.model)] or [config.lora.spec]
+    # The largest rank that the engine must have room for: without [[policy]] tables all adapters have the run's own.
+    ranks = [spec.lora.rank for spec in _adapters(config, engine_set.model)]
     return EngineConfig(
         model=engine_set.model,
         engine=engine_name(config.engine),
@@ -167,7 +172,7 @@ def engine_config(config: TrainConfig, engine_set: EngineSet, url: str = "") -> 
         weights=engine_set.weights,
         policies=policy_count(config, engine_set.model),
         staleness=config.ahead,
-        max_lora_rank=max(adapter.rank for adapter in adapters),
+        max_lora_rank=max(ranks, default=config.lora.spec.rank),
         sequences=sequences_at_once(config),
         sleeps=engine_sleeps(config),
         alone=config.cluster.on_ray,

@@ -42,16 +42,18 @@ def decide_precision(folder: RunFolder, config: TrainConfig) -> tuple[TrainConfi
     """
     if config.learner.dtype != "auto":
         return config, None, []
+    # 1. A resumed run on the same kind of device.
     device = learner_device(config)
     before = read_run(folder.path).precision
     if before is not None and before.device == device:
         notes = []
-        # A run that ended before its gap was measured is checked and reported like a new one.
+        # In bfloat16, a run that ended before its gap was measured is checked and reported like a new one.
         is_checked = before.dtype != "bfloat16" or before.gap is not None
         if is_checked:
             notes.append(f"matrix products in {before.dtype}, as when the run began")
         return with_dtype(config, before.dtype), before, notes
 
+    # 2. A new run, or one that has moved. Once it has fallen back to float32, it stays there.
     dtype = auto_dtype(config, device, multiplies_bfloat16=_has_bfloat16(device))
     chosen = Precision(dtype=dtype, device=device)
     notes = []
@@ -97,11 +99,13 @@ def auto_dtype(config: TrainConfig, device: str, *, multiplies_bfloat16: bool) -
     """
     if device == "cuda":
         return "bfloat16" if multiplies_bfloat16 else "float32"
-    kinds: list[str] = [policy.kind for policy in config.policy] or [config.policies]
-    if not multiplies_bfloat16 or config.cluster.on_ray or engine_kind(config).fixed or "full" in kinds:
+    if not multiplies_bfloat16 or config.cluster.on_ray or engine_kind(config).fixed:
         return "float32"
-    large = all(count_parameters(locate_model(model)) >= bfloat16.LARGE for model in config.bases)
-    return "bfloat16" if large else "float32"
+    kinds: list[str] = [policy.kind for policy in config.policy] or [config.policies]
+    if "full" in kinds:
+        return "float32"
+    all_are_large = all(count_parameters(locate_model(model)) >= bfloat16.LARGE for model in config.bases)
+    return "bfloat16" if all_are_large else "float32"
 
 
 def without_sampler(config: TrainConfig) -> TrainConfig:
@@ -202,16 +206,18 @@ async def check_bounds_of_losses(run: RolloutRun) -> list[str]:
     noise = await _noise_of_losses(run)
     if not noise:
         return []
-    warning = noise
+    advice = "Wider bounds, or another precision of learner and sampler, avoid that."
     # Only a run that chose bfloat16 by itself has a `fall_back`. Any other continues as it is, with the warning.
-    if run.fall_back is not None:
-        precision = read_run(run.folder.path).precision
-        await run.fall_back(None if precision is None else precision.gap, noise)
-        remaining_noise = await _noise_of_losses(run)
-        if not remaining_noise:
-            return [f"warning: in float32, as in bfloat16 {noise}"]
-        warning = f"in float32, too, {remaining_noise}"
-    return [f"warning: {warning}. Wider bounds, or another precision of learner and sampler, avoid that."]
+    if run.fall_back is None:
+        return [f"warning: {noise}. {advice}"]
+
+    precision = read_run(run.folder.path).precision
+    gap = None if precision is None else precision.gap
+    await run.fall_back(gap, noise)
+    remaining_noise = await _noise_of_losses(run)
+    if remaining_noise:
+        return [f"warning: in float32, too, {remaining_noise}. {advice}"]
+    return [f"warning: in float32, as in bfloat16 {noise}"]
 
 
 async def _noise_of_losses(run: RolloutRun) -> str:

@@ -69,10 +69,10 @@ def publication_way(config: TrainConfig) -> tuple[Way, str]:
 
 
 def seconds_per_byte(way: Way) -> float:
-    """Measure the seconds to publish a byte of weights in this way, by publishing a sample of random weights once.
+    """Measure the seconds to publish a byte of weights in this way, by doing with a sample of random weights once what
+    a publication does: the transfer, and the checks of sender and receiver.
 
-    That takes one transfer, and the checks on both of its sides. A direct transfer is measured over gloo, because NCCL
-    needs two GPUs.
+    A direct transfer is measured over gloo, because NCCL needs two GPUs.
     """
     sample = {"weights": np.random.default_rng(0).standard_normal(SAMPLE_BYTES // FLOAT_BYTES, dtype=np.float32)}
     if way == "direct":
@@ -80,6 +80,7 @@ def seconds_per_byte(way: Way) -> float:
         with contextlib.suppress(RuntimeError):
             return _time_direct_transfer(sample) / SAMPLE_BYTES
     started = time.perf_counter()
+    # The checks, and the way through the pipe between two processes. Files are written and read in addition.
     weights_norm(sample)
     for _ in range(FINGERPRINTS):
         fingerprint(sample)

@@ -163,11 +163,12 @@ class RolloutRun(Run):
 
         Raises RecordError.
         """
-        # Keep what the next steps and a resumed run need.
+        # Store in the state, for the next steps and for a resumed run: the roles that get a policy before the next
+        # step, the roles that made no call, the baselines of advantages, and the results of tasks.
         state = self.state
-        with_new_roles = self.joined(state.policies, sorted(collected.roles))
+        with_new_roles = self.with_policies_for(state.policies, sorted(collected.roles))
         state.new_roles = tuple(sorted(with_new_roles.roles.keys() - state.policies.roles.keys()))
-        state.silent = self.silent(collected)
+        state.silent = self.count_silent_steps(collected)
         state.advantages = prepared.state
         state.tasks = with_step(state.tasks, collected, self.recipes)
         state.drawn.pop(state.steps, None)
@@ -180,13 +181,14 @@ class RolloutRun(Run):
         self.store.consume(members, state.steps)
         state.steps += 1
 
-    def silent(self, collected: Collected) -> dict[str, int]:
-        """Return the trained roles that made no call in this step, each with the number of these steps in a row."""
+    def count_silent_steps(self, collected: Collected) -> dict[str, int]:
+        """Return the trained roles that made no call in this step, each with the number of steps in a row without a
+        call."""
         silent_steps = self.state.silent
         return {role: silent_steps.get(role, 0) + 1 for role in self.trained if role not in collected.roles}
 
-    def joined(self, policies: Policies, roles: Sequence[str]) -> Policies:
-        """Return `policies` with policies for those of `roles` that have none yet, as the configuration says."""
+    def with_policies_for(self, policies: Policies, roles: Sequence[str]) -> Policies:
+        """Return `policies`, and a policy for each of `roles` that has none in it, as the configuration says."""
         return add_policies(self.config, policies, roles, scored=self.recipes.trainable_roles(self.workflow.scorers))
 
     def policies_at(self, step: int) -> Policies:

@@ -59,7 +59,8 @@ class RunFolder(RunLayout):
         if folder.run_json.exists():
             folder.close()
             raise RunError(f"{target} already holds a run.", "Choose another --out, or continue the run with --resume.")
-        described = {
+        # The entries of run.json. Relative paths of the command line start in "folder".
+        description = {
             "id": new_id(),
             "model": config.model,
             "workflow": workflow,
@@ -73,7 +74,7 @@ class RunFolder(RunLayout):
         }
         folder.trusted = True
         try:
-            folder.describe_as(described)
+            folder.describe_as(description)
             folder.checkpoints.mkdir(exist_ok=True)
         except BaseException:
             # Leave no half-made run, which would keep the user from using the folder again.
@@ -128,7 +129,8 @@ class RunFolder(RunLayout):
         figures of these lines do not change."""
         lines: list[dict[str, Any]] = []
         for line in read_metrics(self.path):
-            held_out = {**line["held_out"], **figures.get(line["step"] + 1, {})}
+            steps_done = line["step"] + 1  # steps are numbered from 0
+            held_out = {**line["held_out"], **figures.get(steps_done, {})}
             lines.append({**line, "held_out": held_out})
         self._write_metrics(lines)
 
