@@ -156,14 +156,14 @@ def role_effects(evaluations: Mapping[str, EvaluatedMode], assignments: Mapping[
     out.
     """
     # 1. The scores of each assignment, by the models of all roles. All assignments have the roles in the same order.
-    sound = [label for label in assignments if evaluations[label].all_failed is None]
-    has_success = bool(sound) and all(evaluations[label].successes for label in sound)
+    usable = [label for label in assignments if evaluations[label].all_failed is None]
+    has_success = bool(usable) and all(evaluations[label].successes for label in usable)
     roles = list(next(iter(assignments.values())))
-    scores_by_players: dict[tuple[str, ...], Mapping[str, float]] = {}
-    for label in sound:
+    scores_by_models: dict[tuple[str, ...], Mapping[str, float]] = {}
+    for label in usable:
         evaluation = evaluations[label]
-        players = tuple(assignments[label][role] for role in roles)
-        scores_by_players[players] = evaluation.successes if has_success else evaluation.rewards
+        models_of_roles = tuple(assignments[label][role] for role in roles)
+        scores_by_models[models_of_roles] = evaluation.successes if has_success else evaluation.rewards
 
     # 2. The effect of each model but the first.
     distinct_models: dict[str, None] = {}
@@ -173,7 +173,7 @@ def role_effects(evaluations: Mapping[str, EvaluatedMode], assignments: Mapping[
     effects: list[RoleEffect] = []
     for index, role in enumerate(roles):
         for model in models[1:]:
-            difference = _model_difference(scores_by_players, index, model, models[0])
+            difference = _model_difference(scores_by_models, index, model, models[0])
             if difference is not None:
                 effects.append(
                     RoleEffect(role=role, model=model, against=models[0], difference=difference, of_success=has_success)
@@ -182,23 +182,23 @@ def role_effects(evaluations: Mapping[str, EvaluatedMode], assignments: Mapping[
 
 
 def _model_difference(
-    scores_by_players: Mapping[tuple[str, ...], Mapping[str, float]], index: int, model: str, first: str
+    scores_by_models: Mapping[tuple[str, ...], Mapping[str, float]], index: int, model: str, first: str
 ) -> Interval | None:
     """Return the difference between `model` and `first` in the role with this index, as the mean over all assignments
     of the other roles; None if no task ran with both.
 
-    `scores_by_players` has the scores of each assignment by task. Its keys are the models of all roles, in one order.
+    `scores_by_models` has the scores of each assignment by task. Its keys are the models of all roles, in one order.
     """
     with_model: dict[str, list[float]] = {}
     with_first: dict[str, list[float]] = {}
-    for players, scores in scores_by_players.items():
-        if players[index] != model:
+    for models_of_roles, scores in scores_by_models.items():
+        if models_of_roles[index] != model:
             continue
         # The counterpart has the first model in this role, and the same models in all other roles.
-        counterpart = (*players[:index], first, *players[index + 1 :])
-        if counterpart not in scores_by_players:
+        counterpart = (*models_of_roles[:index], first, *models_of_roles[index + 1 :])
+        if counterpart not in scores_by_models:
             continue
-        scores_of_counterpart = scores_by_players[counterpart]
+        scores_of_counterpart = scores_by_models[counterpart]
         for task in scores.keys() & scores_of_counterpart.keys():
             with_model.setdefault(task, []).append(scores[task])
             with_first.setdefault(task, []).append(scores_of_counterpart[task])

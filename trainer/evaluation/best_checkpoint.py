@@ -24,13 +24,14 @@ def judged_figures(
     has an outcome of its own (`seats`), a policy is judged by the mean reward that its roles are trained on. Roles that
     play against each other are judged by their reward against the untrained model.
     """
-    game = is_game(held_out)
-    if "success" in held_out and not seats and not game:
+    play_against_each_other = is_game(held_out)
+    if "success" in held_out and not seats and not play_against_each_other:
         return dict.fromkeys(policies, held_out["success"])
-    kind = AGAINST_UNTRAINED if game else "reward"
+    prefix = AGAINST_UNTRAINED if play_against_each_other else "reward"
     figures: dict[str, float] = {}
     for name, roles in policies.items():
-        rewards = [held_out[f"{kind}/{role}"] for role in roles if f"{kind}/{role}" in held_out]
+        figure_names = [f"{prefix}/{role}" for role in roles]
+        rewards = [held_out[figure_name] for figure_name in figure_names if figure_name in held_out]
         if rewards:
             figures[name] = fmean(rewards)
     return figures
@@ -73,12 +74,17 @@ def note_best(run: RolloutRun, held_out: Mapping[str, float], progress: Progress
     if config.patience is None or better:
         return better
 
-    # Patience counts the evaluations after the newest of the best checkpoints.
+    # Patience counts the evaluations after the newest of the best checkpoints. A line without figures is a step without
+    # an evaluation.
     newest_best = max(steps_of(Path(best.checkpoint)) for best in run.best.values())
-    n_later = sum(bool(line["held_out"]) for line in lines if line["step"] + 1 > newest_best)
-    if n_later >= config.patience:
+    evaluations_since = 0
+    for line in lines:
+        steps_done = line["step"] + 1
+        if steps_done > newest_best and line["held_out"]:
+            evaluations_since += 1
+    if evaluations_since >= config.patience:
         when = f"after step {newest_best}" if newest_best else "before the first step"
-        run.ended = f"{n_later} evaluations in a row were no better than the one {when}"
+        run.ended = f"{evaluations_since} evaluations in a row were no better than the one {when}"
     return False
 
 
@@ -91,22 +97,25 @@ def find_best(run: RolloutRun) -> list[str]:
     folder = run.folder.checkpoints
     if not (config.keep_best or config.patience):
         return []
-    run.best = best_checkpoints = _best_checkpoints(run, read_metrics(run.folder.path))
+    best_checkpoints = _best_checkpoints(run, read_metrics(run.folder.path))
+    run.best = best_checkpoints
     if not config.keep_best:
         return []
     notes = []
-    stored = read_best(folder)
-    for name, best in stored.items():
-        if (folder / best.checkpoint).is_dir() and steps_of(Path(best.checkpoint)) <= run.state.steps:
-            best_checkpoints.setdefault(name, best)
+    stored_best = read_best(folder)
+    for policy, best in stored_best.items():
+        exists = (folder / best.checkpoint).is_dir() and steps_of(Path(best.checkpoint)) <= run.state.steps
+        if exists:
+            best_checkpoints.setdefault(policy, best)
             continue
-        remaining = "no other was kept"
-        if name in best_checkpoints:
-            replacement = best_checkpoints[name]
-            remaining = f"the best that is left is {replacement.checkpoint} ({replacement.figure:.3f})"
-        gone = f"the best checkpoint of {name} was {best.checkpoint} ({best.figure:.3f}), which is gone"
-        notes.append(f"{gone}; {remaining}")
-    if best_checkpoints != stored:
+        note = f"the best checkpoint of {policy} was {best.checkpoint} ({best.figure:.3f}), which is gone"
+        if policy in best_checkpoints:
+            replacement = best_checkpoints[policy]
+            note += f"; the best that is left is {replacement.checkpoint} ({replacement.figure:.3f})"
+        else:
+            note += "; no other was kept"
+        notes.append(note)
+    if best_checkpoints != stored_best:
         write_best(folder, best_checkpoints)
     return notes
 

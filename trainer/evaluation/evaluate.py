@@ -161,8 +161,11 @@ def _application_of_training(
 ) -> Workflow:
     """The application with the role names, redaction and prompts that the runs trained it with, unless the options
     override them. Raises ConfigError if runs differ in such a setting and no option decides."""
+    # The functions that the runs name are only loaded if this user has written or trusted their folders. A function
+    # that the options name takes the place of the runs' one.
+    from_options = ["roles_by"] if options.roles_by else []
     for run in subject.runs:
-        open_run_code(run, ("roles_by",) if options.roles_by else (), only=FUNCTIONS)
+        open_run_code(run, from_options, only=FUNCTIONS)
     roles_by = options.roles_by or agreed("roles_by", {run: config.roles_by for run, config in configs.items()})
     app = app.named_by(roles_by)
     for config in configs.values():
@@ -307,29 +310,36 @@ async def evaluate_modes(
 
     async def play(label: str, lineup: Lineup, goal: Goal | None) -> None:
         """Run the tasks with one lineup, the choice of who plays each role, and store the result under `label`."""
-        # The responder that answers the calls; None for the application's own provider.
-        player = None
+        # 1. The responder that answers the calls; None for the application's own provider.
+        lineup_responder = None
         if lineup.policies is not None:
-            player = dataclasses.replace(
+            lineup_responder = dataclasses.replace(
                 responder,
                 policies=lineup.policies,
                 override=lineup.override,
                 own_sampling=contest.sampling_of_roles(lineup),
             )
             if lineup.others is not None:
-                player.others = lineup.others.player
-                player.provider_roles = lineup.others.provider_roles
-        if player and deployed_params and lineup.temperature == "app":
-            player.defaults = deployed_params
+                lineup_responder.others = lineup.others.player
+                lineup_responder.provider_roles = lineup.others.provider_roles
+        if lineup_responder and deployed_params and lineup.temperature == "app":
+            lineup_responder.defaults = deployed_params
+
+        # 2. The episodes.
         with on_mode(label) as on_episode:
             episodes = msgspec.structs.replace(batch, phase=f"eval-{label}", on_episode=on_episode)
             # At temperature 0 all episodes of a task would be the same.
             if lineup.temperature == 0:
                 episodes = msgspec.structs.replace(episodes, rollouts=1)
             # Today's model gets the application's own prompts: edited prompts belong to the side it is compared with.
-            flow = dataclasses.replace(workflow, prompts=None) if player is None else workflow
-            played_mode = await evaluate_episodes(flow, episodes, player, label=label, prices=prices, goal=goal)
-            # Calls of roles without a policy are reported, unless the user chose who answers them.
+            flow = workflow
+            if lineup_responder is None:
+                flow = dataclasses.replace(workflow, prompts=None)
+            played_mode = await evaluate_episodes(
+                flow, episodes, lineup_responder, label=label, prices=prices, goal=goal
+            )
+
+            # 3. The result. Calls of roles without a policy are reported, unless the user chose who answers them.
             unlisted = played_mode.unlisted
             if lineup.others is not None and lineup.others.by_intent:
                 unlisted = {}
@@ -418,6 +428,7 @@ def _claimed_folder(out: RunLayout | None, run: Path | None) -> Iterator[tuple[R
 
     If the evaluation ends early, the episodes that have ended stay. If there are none, the folder is removed.
     """
+    # 1. Choose the folder.
     is_new = out is None or not out.path.exists()
     folder = out
     if folder is None:
@@ -429,9 +440,11 @@ def _claimed_folder(out: RunLayout | None, run: Path | None) -> Iterator[tuple[R
         except OSError as error:
             yield None, [f"Not stored: {run} cannot be written ({error.strerror}). Name another place with --out."]
             return
+
+    # 2. Let the evaluation record to it. Clean up if it ends early, also if the user interrupts it.
     try:
         yield folder, []
-    except BaseException:  # also if the user interrupts the evaluation
+    except BaseException:
         episodes = _count_ended_episodes(folder)
         if episodes:
             log.warning("The episodes that have ended are kept (%d): cotune show %s", episodes, folder.path)

@@ -110,9 +110,9 @@ def _share_lowest(
         evaluation = _stored(run, steps) if steps < step else None
         if evaluation is not None:
             earlier[steps] = evaluation
-    *with_floor, trained = share_floor([*earlier.values(), trained])
-    earlier_with_floor = dict(zip(earlier, with_floor, strict=True))
-    base = earlier_with_floor.get(0)
+    *earlier_with_shared_floor, trained = share_floor([*earlier.values(), trained])
+    earlier_with_floor = dict(zip(earlier, earlier_with_shared_floor, strict=True))
+    base = earlier_with_floor.get(0)  # the evaluation before the first step
 
     # 2. Revise the lines of metrics.jsonl whose figures have changed.
     revised: dict[int, dict[str, float]] = {}

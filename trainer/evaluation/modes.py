@@ -224,7 +224,7 @@ def contest_of_run(
 ) -> Contest:
     """Return the modes of a run or an export. `roles` has the newest version for each role, `trained` the names of the
     policies that have weights."""
-    base = {role: PolicyRef(ref.name, version=0) for role, ref in roles.items()}
+    untrained = {role: PolicyRef(ref.name, version=0) for role, ref in roles.items()}
     swapped = swap(roles, trained)
     lineups: dict[str, Lineup] = {}
     notes: list[str] = []
@@ -232,14 +232,14 @@ def contest_of_run(
         if mode == "today":
             lineups[mode] = Lineup(policies=None, temperature="app")
         elif mode == "base":
-            lineups[mode] = Lineup(base, temperature)
+            lineups[mode] = Lineup(untrained, temperature)
         elif mode == "trained":
             lineups[mode] = Lineup(dict(roles), temperature)
         elif swapped is not None:
             lineups[mode] = Lineup(swapped, temperature)
         else:
             notes.append("swapped was not run: fewer than two trained policies play a role.")
-    return Contest(lineups, OPPONENTS, ["trained"], [*notes, *_note_on_temperatures(lineups)])
+    return Contest(lineups, OPPONENTS, candidates=["trained"], notes=[*notes, *_note_on_temperatures(lineups)])
 
 
 @dataclass(frozen=True)

@@ -209,9 +209,13 @@ def open_models(models: Sequence[str | Path]) -> EvaluatedPolicies:
     names = short_names if len(set(short_names)) == len(texts) else texts
     policies = []
     for name, text in zip(names, texts, strict=True):
+        # The label of an evaluation must differ from the names of the modes. A folder that is called `base`, for
+        # example, gets its path as the label.
         label = name
-        if label in MODES:  # the label of an evaluation must differ from the modes
-            label = text if text not in MODES else f"./{text}"
+        if label in MODES:
+            label = text
+        if label in MODES:
+            label = f"./{text}"
         try:
             locate_model(text)
         except ConfigError as error:

@@ -112,9 +112,10 @@ def _notes_on_other_players(
 ) -> Iterator[str]:
     """Yield a note for each role that the application's own provider played, or that has no policy and was played by
     another model. Two runs that are compared may differ in these roles, so the notes are joined over the modes."""
-    calls_of_other_players: Counter[tuple[str, str]] = Counter()
+    calls_of_other_players: Counter[tuple[str, str]] = Counter()  # by role, and the text of the player
     provider_roles: set[str] = set()
     for label, mode in evaluations.items():
+        # The player of roles without a policy: as the lineup says, or else as for all lineups.
         lineup = contest.lineups.get(label)
         others = lineup.others if lineup else None
         player = responder.others if others is None else others.player

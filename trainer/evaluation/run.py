@@ -113,7 +113,9 @@ def _endings_by_task(played: Sequence[Played], by_goal: Worth, goal: Goal) -> di
     without_samples = [replace(one_played, samples=()) for one_played in played]
     plain_sum = rewards_by_goal(without_samples, Goal(on_failure=goal.on_failure))
     endings: defaultdict[str, list[TaskEnding]] = defaultdict(list)
-    for i in sorted(range(len(played)), key=lambda i: played[i].episode.rollout):
+    # `by_goal` and `plain_sum` have an entry for each of `played`, in that order.
+    by_rollout = sorted(range(len(played)), key=lambda index: played[index].episode.rollout)
+    for i in by_rollout:
         episode = played[i].episode
         ending = TaskEnding(
             status=episode.status,
@@ -162,8 +164,10 @@ class _Floors(NamedTuple):
 
 
 def _floors(evaluations: Iterable[EvaluatedMode]) -> _Floors:
-    """Find the lowest reward, outcome, and reward of each role over all episodes of these evaluations."""
-    reward = outcome = 0.0
+    """Find the lowest reward, outcome, and reward of each role over the finished episodes of these evaluations, but at
+    most 0."""
+    reward = 0.0
+    outcome = 0.0
     by_role: dict[str, float] = {}
     for evaluation in evaluations:
         for ending in itertools.chain.from_iterable(evaluation.by_task.values()):
@@ -172,7 +176,7 @@ def _floors(evaluations: Iterable[EvaluatedMode]) -> _Floors:
                 reward = min(reward, ending.reward)
             if finished and ending.outcome is not None:
                 outcome = min(outcome, ending.outcome)
-            # A failed episode with the lowest reward holds that reward for its roles already.
+            # An episode that failed has got the lowest reward of each role already (`floored`).
             if finished or ending.floored:
                 for role, value in ending.by_role.items():
                     by_role[role] = min(value, by_role.get(role, 0.0))
@@ -189,16 +193,18 @@ def share_floor(evaluations: Sequence[EvaluatedMode]) -> list[EvaluatedMode]:
 def _with_floors(evaluation: EvaluatedMode, shared: _Floors) -> EvaluatedMode:
     """Return the evaluation with the lowest rewards of all evaluations (`shared`) in its failed episodes, and with
     figures that are computed again."""
-    floors_before = _floors([evaluation])
+    own_floors = _floors([evaluation])
 
-    def with_shared_floor(ending: TaskEnding) -> TaskEnding:
-        """Replace the lowest rewards of this evaluation, in a failed episode, by the lowest of all evaluations."""
+    def with_shared_floors(ending: TaskEnding) -> TaskEnding:
+        """Return the ending of an episode. If the episode failed and has the lowest rewards of this evaluation, it gets
+        the lowest ones of all evaluations."""
         changes: dict[str, Any] = {}
         if ending.floored:
             by_role = dict(ending.by_role)
             for role, value in ending.by_role.items():
-                # In a failed episode, a role may have a reward of its own above the lowest one: it stays.
-                if value <= floors_before.by_role.get(role, value):
+                # A role may have earned a reward in the failed episode, above the lowest one: it stays.
+                has_lowest = value <= own_floors.by_role.get(role, value)
+                if has_lowest:
                     by_role[role] = shared.by_role.get(role, value)
             changes["by_role"] = by_role
             if ending.reward is not None:
@@ -207,7 +213,7 @@ def _with_floors(evaluation: EvaluatedMode, shared: _Floors) -> EvaluatedMode:
             changes["outcome"] = shared.outcome
         return replace(ending, **changes)
 
-    changed = _with_endings(evaluation, with_shared_floor)
+    changed = _with_endings(evaluation, with_shared_floors)
     mean_rewards = _mean_by_role(changed.by_task.values())
     roles = {}
     for role, statistics in evaluation.roles.items():

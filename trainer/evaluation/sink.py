@@ -107,6 +107,7 @@ class EvaluationSink:
 
 def role_statistics(calls: Sequence[EvaluatedCall], reward: float | None) -> RoleStatistics:
     """Return the statistics of the calls of one role, with the trained `reward`."""
+    # A call has a sample if it was answered. The means are over these calls.
     answered = [call for call in calls if call.sample is not None]
     samples = [call.sample for call in calls if call.sample is not None]
     components: defaultdict[str, list[float]] = defaultdict(list)

@@ -136,22 +136,25 @@ def _choose(tasks: Sequence[Task], wanted: int, config: TrainConfig) -> set[str]
     Tasks with the same input stay together, so that no held-out task is trained on, and each level of a curriculum has
     tasks left.
     """
+    # 1. Groups of tasks with the same input, in a random order that depends only on the seed and on the ids.
     tasks_of_input: dict[bytes, list[Task]] = {}
     for task in tasks:
         tasks_of_input.setdefault(_content(task), []).append(task)
 
-    def rank(same_input: Sequence[Task]) -> bytes:
-        """A random place in the order, which depends on the seed and the id of the first task only."""
+    def hash_of_group(same_input: Sequence[Task]) -> bytes:
+        """The hash of the seed and of the first task's id, which decides the place in the order."""
         return hashlib.blake2b(f"{config.seed} {same_input[0].id}".encode(), digest_size=16).digest()
 
-    left_to_train = Counter(_level(task, config.curriculum.by) for task in tasks)
+    # 2. Hold out one group after the other, as long as it fits and leaves tasks to train on in each of its levels.
+    tasks_left_of_level = Counter(_level(task, config.curriculum.by) for task in tasks)
     held_out_ids: set[str] = set()
-    for same_input in sorted(tasks_of_input.values(), key=rank):
-        levels = Counter(_level(task, config.curriculum.by) for task in same_input)
-        would_empty_a_level = any(left_to_train[level] <= count for level, count in levels.items())
-        if len(held_out_ids) + len(same_input) <= wanted and not would_empty_a_level:
+    for same_input in sorted(tasks_of_input.values(), key=hash_of_group):
+        tasks_of_level = Counter(_level(task, config.curriculum.by) for task in same_input)
+        fits = len(held_out_ids) + len(same_input) <= wanted
+        would_empty_a_level = any(tasks_left_of_level[level] <= count for level, count in tasks_of_level.items())
+        if fits and not would_empty_a_level:
             held_out_ids.update(task.id for task in same_input)
-            left_to_train -= levels
+            tasks_left_of_level -= tasks_of_level
     return held_out_ids
 
 

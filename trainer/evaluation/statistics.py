@@ -45,16 +45,18 @@ def mean(
     if n == 1:
         return Interval(mean=centre, n=1)
 
-    # Mean and sum of squares of the values together with half an observation at each bound.
+    # The t interval of the values together with half an observation at each bound. `ends` are both bounds, or empty.
     ends = np.array(bounds or (), np.float64)
-    total = n + len(ends) / 2
-    middle = float(array.sum() + ends.sum() / 2) / total
-    spread = float(((array - middle) ** 2).sum() + ((ends - middle) ** 2).sum() / 2)
+    observations = n + len(ends) / 2
+    mean_of_all = float(array.sum() + ends.sum() / 2) / observations
+    sum_of_squares = float(((array - mean_of_all) ** 2).sum() + ((ends - mean_of_all) ** 2).sum() / 2)
+    degrees = observations - 1
+    standard_error = math.sqrt(sum_of_squares / degrees / observations)
+    half_width = float(stats.t.ppf(0.5 + level / 2, degrees)) * standard_error
 
     # The added observations may move the interval off the mean of the values, so it is widened to contain that mean.
-    half = float(stats.t.ppf(0.5 + level / 2, total - 1)) * math.sqrt(spread / (total - 1) / total)
-    low = min(centre, middle - half)
-    high = max(centre, middle + half)
+    low = min(centre, mean_of_all - half_width)
+    high = max(centre, mean_of_all + half_width)
     if bounds is not None:
         low = max(low, bounds[0])
         high = min(high, bounds[1])
@@ -140,25 +142,31 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     This is the chance that the sum is at least as far from 0 as observed, if each difference has either sign with
     probability 1/2. For differences of 1, 0 and -1 this is McNemar's exact test.
     """
-    sizes = np.abs([x for x in differences if x])
+    # Differences of 0 do not change the sum.
+    sizes = np.abs([difference for difference in differences if difference])
     if not len(sizes):
         return 1.0
     largest = float(sizes.max())
+
+    # 1. Equal sizes: only the number of positive differences matters.
     if np.allclose(sizes, largest):
-        gained = sum(x > 0 for x in differences)
+        gained = sum(difference > 0 for difference in differences)
         return float(stats.binomtest(gained, len(sizes)).pvalue)
+
+    # 2. Many differences: the sum is about normal.
     total = abs(sum(differences))
     if len(sizes) > MOST_EXACT:
         return float(2 * stats.norm.sf(total / math.sqrt(float((sizes**2).sum()))))
 
-    # Build the distribution of the sum in units of `largest / STEPS`, one difference after the other. Index 0 is the
-    # sum with all differences negative. Flipping a difference to positive moves the sum by twice its size.
+    # 3. Otherwise build the distribution of the sum, in units of `largest / STEPS`, one difference after the other.
+    # Index 0 of `chances` is the sum with all differences negative. With half of the chance, the next difference is
+    # positive in place of negative, which moves the sum by twice its size.
     units = np.rint(sizes / largest * STEPS).astype(int)
     chances = np.ones(1)
-    for unit in units:
-        with_difference = np.zeros(len(chances) + 2 * unit)
+    for size in units:
+        with_difference = np.zeros(len(chances) + 2 * size)
         with_difference[: len(chances)] += chances / 2
-        with_difference[2 * unit :] += chances / 2
+        with_difference[2 * size :] += chances / 2
         chances = with_difference
     sums = np.arange(len(chances)) - units.sum()
     observed = abs(int(np.sum(np.rint(np.asarray(differences) / largest * STEPS))))

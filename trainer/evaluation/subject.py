@@ -95,6 +95,7 @@ def open_subject(source: str | Path | Mapping[str, str | Path] | None, options: 
 
     Raises ConfigError unless `source` and the options name exactly one run, export or team, or base models.
     """
+    # 1. Base models alone.
     if source is None:
         if options.against is not None:
             remedy = "Name both as base models: --base A --base B."
@@ -103,6 +104,8 @@ def open_subject(source: str | Path | Mapping[str, str | Path] | None, options: 
     if options.bases:
         models = ", ".join(map(str, options.bases))
         raise ConfigError("bases", models, "cannot be combined with a run, an export or a team", "Name one of them.")
+
+    # 2. A team: a source for each role.
     if isinstance(source, Mapping):
         if options.against is not None:
             fault = "needs a single run or export, and a team is evaluated"
@@ -110,9 +113,10 @@ def open_subject(source: str | Path | Mapping[str, str | Path] | None, options: 
                 "against", str(options.against), fault, "Export the team, and name the folder with --run."
             )
         team = open_team(read_sources(source, "use"), options.model)
-        return Subject(
-            team.policies, list(dict.fromkeys(team.sources.values())), _contest_of(team.policies), note=team.note
-        )
+        distinct_sources = list(dict.fromkeys(team.sources.values()))
+        return Subject(team.policies, distinct_sources, _contest_of(team.policies), note=team.note)
+
+    # 3. A run or an export, which may be compared with another source.
     trained = read_trained(source, "run")
     folder = Path(trained.place)
     if (folder / "config.json").is_file() and not is_run(folder) and not is_export(folder):
@@ -143,18 +147,19 @@ def _open_against(source: Source, against: Source, moved: Moved) -> Subject:
     same_place = Path(source.place).resolve() == Path(against.place).resolve()
     if same_place and source.kind == against.kind and source.step == against.step:
         raise ConfigError("against", against.text, "is the run itself", "Name another one.")
-    both = (source, against)
-    labels = [side.name for side in both]
+    sources = (source, against)
+    # The short names of the sources are the labels of the sides, unless they are equal or the name of a mode.
+    labels = [side.name for side in sources]
     if labels[0] == labels[1] or set(labels) & set(MODES):
-        labels = [side.text for side in both]
+        labels = [side.text for side in sources]
 
     # Both may have policies of the same name. One sampler serves both, so all policies get unique names.
     bases = SharedBases()
-    policies_of_source = {side: open_source(side, moved, bases) for side in both}
-    keys: list[tuple[Source, str]] = []
+    policies_of_source = {side: open_source(side, moved, bases) for side in sources}
+    present_names: list[tuple[Source, str]] = []
     for side, policies in policies_of_source.items():
-        keys += [(side, policy.name) for policy in policies.policies]
-    names = unique_names(keys)
+        present_names += [(side, policy.name) for policy in policies.policies]
+    names = unique_names(present_names)
 
     all_policies: list[TrainedPolicy] = []
     sides: dict[str, Side] = {}
@@ -164,7 +169,7 @@ def _open_against(source: Source, against: Source, moved: Moved) -> Subject:
         if side.kind == "model":
             sides[label] = model_side(renamed[0].name)
             continue
-        # Each side has a base of its own for roles without a policy.
+        # The player of roles without a policy: the base of this side, or None for the application's own provider.
         stand_in = None
         if policies.other_roles == "frozen":
             frozen = TrainedPolicy(
@@ -181,7 +186,7 @@ def _open_against(source: Source, against: Source, moved: Moved) -> Subject:
         sides[label] = Side(policies_of_side.roles, OtherPlayers(stand_in, policies_of_side.provider_roles))
     return Subject(
         EvaluatedPolicies(policies_of_source[source].model, all_policies),
-        both,
+        sources,
         lambda modes, temperature: contest_of_sides(sides, [(labels[0], labels[1:])], modes, temperature),
     )
 
@@ -258,14 +263,15 @@ def tasks_of_run(run: str | Path) -> str:
 def trained_on_notes(runs: Sequence[Path], tasks: Sequence[Task]) -> Iterator[str]:
     """Yield a note for each run that has trained on some of the tasks. A run whose tasks file is gone has none."""
     for run in runs:
-        described = read_run_json(run)
-        file = described.get("tasks")
+        run_json = read_run_json(run)
+        file = run_json.get("tasks")
         if not isinstance(file, str):
-            continue
-        tasks_file = Path(relocated(file, described, run))
+            continue  # the tasks were passed as objects, in Python
+        tasks_file = Path(relocated(file, run_json, run))
         if not tasks_file.is_file():
             continue
-        held_out = set((described.get("held") or {}).get("held_out", ()))
-        trained = load_tasks(tasks_file)
-        for text in overlap([task for task in trained if task.id not in held_out], tasks):
+        # The run has trained on the tasks of its file, without the ones that it held out.
+        held_out_ids = set((run_json.get("held") or {}).get("held_out", ()))
+        trained_tasks = [task for task in load_tasks(tasks_file) if task.id not in held_out_ids]
+        for text in overlap(trained_tasks, tasks):
             yield f"{run.name}: {text}."

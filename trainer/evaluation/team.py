@@ -141,6 +141,7 @@ def _player_of_other_roles(
     """
     if REST in sources:
         return _other_player(policies_of_source[sources[REST]]), ""
+    # The players that runs and exports were configured with (`other_roles`), each with the first source that has it.
     source_of_player: dict[_OtherPlayer, Source] = {}
     for source, policies in policies_of_source.items():
         if source.kind != "model":
@@ -151,13 +152,13 @@ def _player_of_other_roles(
     if len(source_of_player) == 1:
         (player,) = source_of_player
         return player, ""
-    settings: list[str] = []
+    differences: list[str] = []
     for player, source in source_of_player.items():
         player_text = player.model or "the application's own provider"
-        settings.append(f"{source.text} has {player_text}")
+        differences.append(f"{source.text} has {player_text}")
     note = (
         "Any role that --use does not name is left to the application's own provider, as the sources differ: "
-        f"{', '.join(settings)}. Name who plays these roles: --use MODEL."
+        f"{', '.join(differences)}. Name who plays these roles: --use MODEL."
     )
     return provider, note
 

@@ -60,8 +60,10 @@ def _shows_gain(tasks: int, gains: Floats, losses: Floats) -> npt.NDArray[np.boo
     spread = gains + losses + 1 - total * middle**2
     half_width = stats.t.ppf(0.5 + LEVEL / 2, tasks) * np.sqrt(np.maximum(spread, 0.0) / tasks / total)
     is_above_zero = middle > half_width
-    # 2. Whether the sign-flip test rejects too.
-    p = np.minimum(2 * stats.binom.cdf(np.minimum(gains, losses), gains + losses, 0.5), 1.0)
+    # 2. Whether the sign-flip test rejects too. Its p is the chance, doubled for both sides, of at most so few gains
+    # (or losses) among the tasks that differ.
+    fewer = np.minimum(gains, losses)
+    p = np.minimum(2 * stats.binom.cdf(fewer, gains + losses, 0.5), 1.0)
     shown: npt.NDArray[np.bool_] = is_above_zero & (p <= 1 - LEVEL)
     return shown
 
@@ -74,12 +76,18 @@ def gain_shown(tasks: int) -> float | None:
     It assumes independent samples, and a gain from (1 - gain) / 2 to (1 + gain) / 2, which is the hardest to show.
     """
 
-    def is_shown(points: int) -> bool:
-        better, worse = 0.5 + points / 200, 0.5 - points / 200
-        return power_on_success(tasks, better**2, worse**2) >= POWER
+    def is_shown(percent: int) -> bool:
+        gain = percent / 100
+        after = (1 + gain) / 2
+        before = (1 - gain) / 2
+        # With independent samples, a task is won with this chance, and lost with the other one.
+        won = after * (1 - before)
+        lost = before * (1 - after)
+        return power_on_success(tasks, won, lost) >= POWER
 
-    points = bisect.bisect_left(range(101), True, key=is_shown)
-    return points / 100 if points <= 100 else None
+    # A larger gain is easier to show.
+    smallest = bisect.bisect_left(range(101), True, key=is_shown)
+    return smallest / 100 if smallest <= 100 else None
 
 
 @functools.lru_cache(256)
@@ -122,16 +130,17 @@ def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> i
     if not mean_difference:
         return None
     least_tasks = max(len(differences) + 1, LEAST)
-    size = float(np.abs(differences).max())
-    if set(np.unique(differences)) <= {-size, 0.0, size}:
+    largest = float(np.abs(differences).max())
+    if set(np.unique(differences)) <= {-largest, 0.0, largest}:
         return _tasks_for_equal_sizes(differences, mean_difference, least_tasks)
 
-    # The interval includes half an observation at each end of the range, whose weight falls with the number of tasks.
-    # So the number is found step by step, usually in fewer than ten steps.
-    bound = 1.0 if within_unit([*after.values(), *before.values()]) else size
+    # The interval includes half an observation at each end of the range of differences. They widen it the less, the
+    # more tasks there are. So the number of tasks is raised until the interval of so many tasks is narrow enough,
+    # usually in fewer than ten steps.
+    end_of_range = 1.0 if within_unit([*after.values(), *before.values()]) else largest
     tasks = least_tasks
     for _ in range(60):
-        deviation = math.sqrt(float(np.var(differences)) + bound**2 / tasks)
+        deviation = math.sqrt(float(np.var(differences)) + end_of_range**2 / tasks)
         needed = max(tasks_for_mean(deviation, mean_difference), least_tasks)
         if needed <= tasks:
             return tasks
@@ -142,8 +151,10 @@ def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> i
 def _tasks_for_equal_sizes(differences: Floats, mean_difference: float, least_tasks: int) -> int:
     """Return `tasks_for_this` for differences of one size (or 0), for which the power can be computed exactly. The
     search begins with `least_tasks`."""
+    # The shares of tasks whose difference has the sign of the mean, and the other sign.
     gained = float(np.mean(differences * mean_difference > 0))
     lost = float(np.mean(differences * mean_difference < 0))
+    # The power of each number takes time to compute, so the search moves in steps of 5%.
     tasks = least_tasks
     while tasks <= MOST_EXACT and power_on_success(tasks, gained, lost) < POWER:
         tasks = max(tasks + 1, math.floor(tasks * 1.05))
@@ -151,8 +162,9 @@ def _tasks_for_equal_sizes(differences: Floats, mean_difference: float, least_ta
         return tasks
     # As in `tasks_for_points`, tasks are added because the p of an exact test is discrete.
     size = float(np.abs(differences).max())
-    share = mean_difference / size
-    return tasks_for_mean(float(np.std(differences)) / size, share) + math.ceil(1 / abs(share))
+    mean_in_sizes = mean_difference / size
+    deviation_in_sizes = float(np.std(differences)) / size
+    return tasks_for_mean(deviation_in_sizes, mean_in_sizes) + math.ceil(1 / abs(mean_in_sizes))
 
 
 def what_tasks_show(tasks: int) -> str:
