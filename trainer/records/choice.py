@@ -41,7 +41,8 @@ def choose_episodes(folder: RunFolder, settings: RecordsConfig, store: Store) ->
     The first start of the run decides which episodes are new. It writes them to run.json, so that a resumed run learns
     from the same ones.
     """
-    # The entry "held" of run.json has what a resumed run must not change, here the range of episodes.
+    # 1. The range of episodes: from the position in the store that the last run has reached, to the present end. It is
+    # in the entry "held" of run.json, which has all that a resumed run must not change.
     held = dict(folder.described.get("held") or {})
     if "until" not in held:
         # The address is resolved now: a relative path and a symbolic link may lead elsewhere when a later run asks.
@@ -54,6 +55,8 @@ def choose_episodes(folder: RunFolder, settings: RecordsConfig, store: Store) ->
                 first, previous_name = previous
         held |= {"since": first, "until": store.figures().marks(), "after": previous_name, "store": store_place}
         folder.describe_as({**folder.described, "held": held})
+
+    # 2. The filters of the settings, and the sentence about them.
     since = tuple(held["since"])
     until = tuple(held["until"])
     filters = EpisodeFilters(app=settings.app)
@@ -84,13 +87,14 @@ def _last_run(folder: RunFolder, settings: RecordsConfig, store_place: str) -> t
             continue
         try:
             with OpenedRun(path) as run:
-                finished = run.state == "finished"
-                described = run.description
+                is_finished = run.state == "finished"
+                run_json = run.description
         except CotuneError:
             continue  # a run that cannot be read is not known to be finished
-        records = described.get("config", {}).get("records") or {}
-        held = described.get("held") or {}
-        is_same = held.get("store") == store_place and records.get("app", "") == settings.app
-        if is_same and finished and "until" in held:
+        # `choose_episodes` has written the store, and the position that the run has reached.
+        records = run_json.get("config", {}).get("records") or {}
+        held = run_json.get("held") or {}
+        is_same_choice = held.get("store") == store_place and records.get("app", "") == settings.app
+        if is_finished and is_same_choice and "until" in held:
             finished_runs.append((tuple(held["until"]), path.name))
     return max(finished_runs, default=None)

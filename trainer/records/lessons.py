@@ -48,7 +48,10 @@ class Rows(Mapping[str, Mapping[str, bytes]]):
 
     def add(self, episode: str, rows: Mapping[str, Sequence[TrainRow]]) -> None:
         """Add rows of an episode, by role. An episode may be added to several times."""
-        earlier_rows = self[episode] if episode in self._places else {}
+        # Rows that the episode has already are read, and written again at the end of the file with the new ones.
+        earlier_rows: Mapping[str, bytes] = {}
+        if episode in self._places:
+            earlier_rows = self[episode]
         for role, role_rows in rows.items():
             all_rows = _decode(earlier_rows[role]) if role in earlier_rows else []
             for row in role_rows:

@@ -78,7 +78,7 @@ def read_pairs(
     left_out: Counter[str] = Counter()
     unwritten = Unwritten()
     rows = Rows()
-    learned = Counter[str]()
+    learned_answers = Counter[str]()  # by role
     tasks: dict[str, str] = {}
     for answers in _answers_by_prompt(store, left_out, on_failure, labels).values():
         if len(answers) < 2:
@@ -90,13 +90,14 @@ def read_pairs(
             left_out["equal_rewards"] += len(answers)
             continue
         pair = _rows_of_pair(store, readers(best.role), StoredAnswer.read(store, best), StoredAnswer.read(store, worst))
-        if isinstance(pair, str):  # the reason why there is none
-            left_out[pair] += len(answers)
+        if isinstance(pair, str):
+            reason_without_pair = pair
+            left_out[reason_without_pair] += len(answers)
             for answer in answers:
-                unwritten.add(answer.role, pair, StoredAnswer.read(store, answer).candidate)
+                unwritten.add(answer.role, reason_without_pair, StoredAnswer.read(store, answer).candidate)
             continue
         left_out["in_between"] += len(answers) - 2
-        learned[best.role] += len(pair)
+        learned_answers[best.role] += len(pair)
         tasks[best.episode] = best.task
         rows.add(best.episode, {best.role: pair})
     if not rows:
@@ -105,14 +106,19 @@ def read_pairs(
             "Pairs need several answers to a prompt with different rewards: records of a run with plan tree or "
             "replay, or several episodes of each task.",
         )
-    counted = {reason: count for reason, count in left_out.items() if count}
-    return Recorded(rows=rows, tasks=tasks, left_out=counted, notes=unwritten.notes(learned))
+    nonzero_counts = {reason: count for reason, count in left_out.items() if count}
+    return Recorded(rows=rows, tasks=tasks, left_out=nonzero_counts, notes=unwritten.notes(learned_answers))
 
 
 def _answers_by_prompt(
     store: Store, left_out: Counter[str], on_failure: OnFailure, labels: Mapping[str, float] | None
 ) -> dict[Hashable, list[_Answer]]:
-    """Return the different answers to each prompt that have a reward. The others are added to `left_out`, by reason."""
+    """Return the different answers to each prompt that have a reward. The others are added to `left_out`, by reason.
+
+    An answer's reward is its label, if there are `labels`. Otherwise it is the sum of the answer's own rewards, or else
+    a reward that it shares with others: the value of the answer, or the outcome of its episode.
+    """
+    # 1. The rewards of all answers.
     with_own_reward: dict[Hashable, list[_Answer]] = defaultdict(list)
     with_shared_reward: dict[Hashable, list[_Answer]] = defaultdict(list)
     outcomes = outcome_values(store, on_failure)
@@ -146,7 +152,7 @@ def _answers_by_prompt(
                 else:
                     with_shared_reward[prompt].append(_answer(episode, call, candidate, shared_reward))
 
-    # Shared rewards only count for prompts without an answer that has rewards of its own.
+    # 2. Shared rewards only count for prompts without an answer that has rewards of its own.
     for prompt, answers in with_shared_reward.items():
         if prompt in with_own_reward:
             left_out["no_reward"] += len(answers)

@@ -117,9 +117,7 @@ async def open_records_run(
         policies, untrained_note = _policies_with_rows(config, recorded)
         split = split_for(policies, recorded, config.seed, split_tasks)
         summary = _summary(config, store, recorded, split)
-        notes = [
-            *division_notes, *critic_notes, untrained_note, summary, *recorded.notes, split.note, choice_note
-        ]  # fmt: skip
+        notes = [*division_notes, *critic_notes, untrained_note, summary, *recorded.notes, split.note, choice_note]
         if unused := ", ".join(config.settings_for_rollouts):
             notes.append(f"not used, as recipe {config.recipe} runs no episode: {unused}")
 
@@ -359,9 +357,12 @@ def _policies_with_rows(config: TrainConfig, recorded: Recorded) -> tuple[Polici
     tables: list[PolicyConfig] = []
     for table in config.policy:
         all_roles.update(table.roles)
-        if table.trained:
-            untrained_roles.update(set(table.roles) - roles_with_rows)
-        if table.trained and roles_with_rows.isdisjoint(table.roles):
+        if not table.trained:
+            tables.append(table)
+            continue
+        untrained_roles.update(set(table.roles) - roles_with_rows)
+        has_no_rows = roles_with_rows.isdisjoint(table.roles)
+        if has_no_rows:
             tables.append(msgspec.structs.replace(table, kind="frozen"))
         else:
             tables.append(table)
@@ -387,15 +388,15 @@ def split_for(policies: Policies, recorded: Recorded, seed: int, all_tasks: Coll
 def _keep_or_check_digest(folder: RunFolder, recorded: Recorded) -> None:
     """At the first start, write the digest of the records to run.json. Later, raise RunError if the records have
     another digest."""
-    described = folder.described
-    held = described.get("held") or {}
+    run_json = folder.described
+    at_start = run_json.get("held") or {}
     digest = recorded.digest
     episodes = len(recorded.rows)
-    if "records" not in held:
-        folder.describe_as({**described, "held": {**held, "records": digest, "episodes": episodes}})
-    elif held["records"] != digest:
+    if "records" not in at_start:
+        folder.describe_as({**run_json, "held": {**at_start, "records": digest, "episodes": episodes}})
+    elif at_start["records"] != digest:
         raise RunError(
-            f"The records are not the ones that the run was started with: {held['episodes']} episodes then, "
+            f"The records are not the ones that the run was started with: {at_start['episodes']} episodes then, "
             f"{episodes} now.",
             "Pass the same records, or start a new run.",
         )

@@ -192,9 +192,10 @@ def pair_episodes(
             episodes_of_task[tasks[episode]].append(episode)
     pairs: list[EpisodePair] = []
     for same_task in episodes_of_task.values():
-        ranked = sorted(same_task, key=lambda episode: outcomes[episode])
-        worse_half = ranked[: len(ranked) // 2]
-        for worse, better in zip(worse_half, reversed(ranked), strict=False):
+        worst_first = sorted(same_task, key=lambda episode: outcomes[episode])
+        for rank in range(len(worst_first) // 2):
+            worse = worst_first[rank]
+            better = worst_first[-1 - rank]  # the same rank from the other end
             if outcomes[worse] < outcomes[better]:
                 pairs.append(EpisodePair(better, worse))
     return pairs
@@ -244,8 +245,8 @@ def count_turns(
     """Return the number of turns that each policy has in the pairs of episodes. Pairs without any are left out."""
     counts_of_policy: dict[str, dict[EpisodePair, int]] = defaultdict(dict)
     for pair in pairs:
-        # One pair of episodes gives at most one pair of turns for each policy.
-        for policy, (pair_of_turns,) in turn_pairs(turns, [pair], players).items():
+        for policy, pairs_of_turns in turn_pairs(turns, [pair], players).items():
+            [pair_of_turns] = pairs_of_turns  # one pair of episodes gives one pair of turns
             counts_of_policy[policy][pair] = len(pair_of_turns.rows)
     return dict(counts_of_policy)
 
@@ -286,12 +287,12 @@ class TurnCritic:
     def update(self, policy: str, pairs: Sequence[TurnPair], *, lr_scale: float = 1.0) -> float:
         """Take an optimizer step on the mean loss of these pairs. Returns this loss, from before the step."""
         preferences = self.compare(policy, pairs)
-        # The learner weights each token by 1 / (rows * tokens of its row), but the loss by 1 / (pairs * tokens of its
-        # row).
+        # The loss weights each token by 1 / (pairs * tokens of its row), and the learner by 1 / (rows * tokens of its
+        # row). The advantages make up for the difference. `preference_losses` expects the learner's weights, but for
+        # pairs of two rows, so its factor of two is taken out.
         rows_per_pair = sum(len(pair.rows) for pair in pairs) / len(pairs)
         weighted: list[TrainRow] = []
         for pair, preference in zip(pairs, preferences, strict=True):
-            # `preference_losses` gives the advantage for pairs of two rows, whose mean the learner takes.
             advantage = preference.advantage / 2.0 * rows_per_pair
             weighted += [msgspec.structs.replace(row, advantage=advantage) for row in pair.better]
             weighted += [msgspec.structs.replace(row, advantage=-advantage) for row in pair.worse]
@@ -300,15 +301,20 @@ class TurnCritic:
 
     def compare(self, policy: str, pairs: Sequence[TurnPair]) -> list[Preference]:
         """Return the Bradley-Terry loss of each pair, from the sums of its turn advantages."""
+        # The advantages of all turns are computed at once: for each pair the better turns, then the worse ones.
         all_rows: list[TrainRow] = []
         for pair in pairs:
             all_rows += pair.rows
-        advantages = iter(self.advantages(policy, all_rows))
+        advantages = self.advantages(policy, all_rows)
         better_sums: list[float] = []
         worse_sums: list[float] = []
-        for pair in pairs:  # in the order of `TurnPair.rows`
-            better_sums.append(sum(next(advantages) for _ in pair.better))
-            worse_sums.append(sum(next(advantages) for _ in pair.worse))
+        start = 0
+        for pair in pairs:
+            middle = start + len(pair.better)
+            end = middle + len(pair.worse)
+            better_sums.append(sum(advantages[start:middle]))
+            worse_sums.append(sum(advantages[middle:end]))
+            start = end
         return preference_losses(better_sums, worse_sums, BETA)
 
     def _mean_logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[float]:

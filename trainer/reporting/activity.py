@@ -131,6 +131,7 @@ class Activity:
         file."""
         seconds_left = self._seconds_left(self._now.steps - self._now.step + 1)
         self._now = msgspec.structs.replace(self._now, left=seconds_left, written=time.time(), **changes)
+        # `changes` may have changed the phase, which decides which episodes are counted.
         done, total = self._counts.get(self._now.phase, (0, 0))
         self._now = msgspec.structs.replace(self._now, done=done, total=total)
         self._written_at = time.monotonic()

@@ -203,13 +203,14 @@ def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
 def _open_tracker(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tracker:
     """Open the run in a tool: continue the tracker's run whose id is in loggers.json, or begin a new one, which gets
     the configuration. `done` is the number of steps that the run has done before."""
-    described = read_run_json(path)
+    run_json = read_run_json(path)
     file = path / "loggers.json"
-    run = hashlib.sha256(f"{described['run']} {described['created']}".encode()).hexdigest()[:12]
+    # An id of this run that differs from the ids of other runs in a folder of the same name.
+    run_id = hashlib.sha256(f"{run_json['run']} {run_json['created']}".encode()).hexdigest()[:12]
     tracker_id: str | None = None
     if file.is_file():
         tracker_id = json.loads(file.read_text()).get(tool)
-    tracker = Tracker(tool, config.project, path, run, known=tracker_id, done=done)
+    tracker = Tracker(tool, config.project, path, run_id, known=tracker_id, done=done)
     # trackio shows only the settings of the last part of a run, so it gets them each time.
     if tracker_id is None or tool == "trackio":
         settings: dict[str, bool | int | float | str] = {}

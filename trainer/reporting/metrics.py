@@ -89,6 +89,7 @@ def outcome_means(
     failed because of the infrastructure never count. Means of metrics that are no rewards are over episodes without an
     error.
     """
+    # 1. The episodes that count, and the components that any of them has.
     finished = [episode for episode in episodes if episode.status == "ok"]
     failures: list[Episode] = []
     if failed != "exclude":
@@ -97,7 +98,7 @@ def outcome_means(
     for episode in (*finished, *failures):
         components.update(rewards.get(episode.id, {}))
 
-    # Collect the values of each component or metric, with their tasks.
+    # 2. The values of each component or metric, with their tasks.
     values: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for episode in finished:
         episode_rewards = rewards.get(episode.id, {})
@@ -117,6 +118,7 @@ def outcome_means(
     if successes_of_episodes:
         values["success"] = [(episode.task.id, float(success)) for episode, success in successes_of_episodes]
 
+    # 3. Their means.
     means: dict[str, OutcomeMean] = {}
     for name, values_with_tasks in sorted(values.items()):
         mean = _mean(values_with_tasks, task_weights)
@@ -129,7 +131,8 @@ def _mean(values_with_tasks: Sequence[tuple[str, float]], task_weights: Mapping[
     """Return the mean of values that come with their task. With `task_weights` it is the weighted mean of the
     tasks' means; None if no task has a weight."""
     if task_weights is None:
-        return sum(value for _, value in values_with_tasks) / len(values_with_tasks)
+        values = [value for _task, value in values_with_tasks]
+        return sum(values) / len(values)
     values_of_task: dict[str, list[float]] = defaultdict(list)
     for task, value in values_with_tasks:
         values_of_task[task].append(value)
@@ -195,13 +198,14 @@ def role_metrics(
     for policy, update in updates.items():
         trained_roles = sorted({row.role for row in rows[policy]})
         for role in trained_roles:
-            # An update of several roles has the figures by role.
+            # The figures of an update have the role in their name only if it trained several roles.
             prefix = "" if len(trained_roles) == 1 else f"{role}/"
             for name in update_figures:
                 if prefix + name in update:
                     roles[role][name] = float(update[prefix + name])
 
-        # If only one of several roles of a policy had something to learn from, the whole gradient is its own.
+        # If only one of several roles of a policy had something to learn from, it has the whole gradient: a share of 1,
+        # and 0 for the others.
         roles_of_policy = [role for role, name in policy_of_role.items() if name == policy and role in roles]
         if len(trained_roles) == 1 and len(roles_of_policy) > 1 and update.get("grad_norm"):
             for role in roles_of_policy:

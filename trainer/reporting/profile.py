@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 from cotune.errors import error_line
@@ -24,7 +23,7 @@ async def profiling(run: Run, progress: Progress) -> AsyncIterator[None]:
     if number != run.profile_step:
         yield
         return
-    file: Path | None = run.folder.profiles / f"{checkpoint_name(number)}.trace.json.gz"
+    trace = run.folder.profiles / f"{checkpoint_name(number)}.trace.json.gz"
     progress.say(f"step {number} is profiled ...")
     fault = await _profiler_fault(run.learner.begin_profile)
     try:
@@ -34,13 +33,14 @@ async def profiling(run: Run, progress: Progress) -> AsyncIterator[None]:
         with contextlib.suppress(Exception):
             run.learner.end_profile(None)
         raise
-    if run.state.steps < number:  # the step was stopped, so its trace is discarded
-        file = None
-    fault = fault or await _profiler_fault(run.learner.end_profile, file)
+    is_completed = run.state.steps >= number
+    if not fault:
+        # Without a file, the profiler discards its trace.
+        fault = await _profiler_fault(run.learner.end_profile, trace if is_completed else None)
     if fault:
         progress.say(f"step {number} has no profile: {fault}")
-    elif file is not None:
-        progress.say(f"trace of step {number}, for https://ui.perfetto.dev or chrome://tracing: {file}")
+    elif is_completed:
+        progress.say(f"trace of step {number}, for https://ui.perfetto.dev or chrome://tracing: {trace}")
 
 
 async def _profiler_fault(method: Callable[..., None], *arguments: Any) -> str:

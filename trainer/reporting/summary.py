@@ -69,8 +69,11 @@ def sum_up(
     left_out: Counter[str] = Counter()
     for line in lines:
         left_out.update(line["left_out"])
-    silent: dict[str, int] = lines[-1].get("silent", {}) if lines else {}
-    most_silent = min(SILENT_STEPS, len(lines))
+    # For each trained role that made no call in the last step, the number of steps in a row without a call.
+    silent_steps: dict[str, int] = {}
+    if lines:
+        silent_steps = lines[-1].get("silent", {})
+    least_reported = min(SILENT_STEPS, len(lines))
     return RunSummary(
         path=str(run),
         steps=state.steps,
@@ -84,7 +87,7 @@ def sum_up(
         lost_records=lost_records,
         seconds=seconds,
         stayed={name: why for name, why in stayed_reasons(lines).items() if name not in state.versions},
-        silent={role: steps for role, steps in silent.items() if steps >= most_silent},
+        silent={role: steps for role, steps in silent_steps.items() if steps >= least_reported},
         held_out=held_out,
         ended=ended,
     )

@@ -30,8 +30,9 @@ class Curriculum:
         for task in tasks:
             tasks_of_difficulty.setdefault(_difficulty(task, by), []).append(task)
         tasks_of_level = [tasks_of_difficulty[difficulty] for difficulty in sorted(tasks_of_difficulty)]
-        tasks_of_level.append(list(tasks))
+        tasks_of_level.append(list(tasks))  # the last level has all tasks
 
+        # All levels get equally many steps.
         self._steps_per_level = max(1, steps // len(tasks_of_level))
         self._schedules: list[TaskSchedule[Task]] = []
         for level, level_tasks in enumerate(tasks_of_level):

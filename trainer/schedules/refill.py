@@ -40,13 +40,16 @@ class Refill:
         """Number of useful groups that the step needs, by role."""
 
         self._add_groups(signals)
-        groups_of_role = {role: self._groups(role) for role in sorted(roles)}
-        tasks_of_role = {role: {group.task for group in groups} for role, groups in groups_of_role.items()}
-        # A role gets a target if it acts in half of the first tasks, or in as many as any role does.
-        most_tasks = max(map(len, tasks_of_role.values()), default=0)
-        least_tasks = min(len(tasks.own) / 2, most_tasks)
+        groups_of_role: dict[str, list[GroupSignal]] = {}
+        task_count: dict[str, int] = {}  # by role, the number of first tasks that it acts in
+        for role in sorted(roles):
+            groups_of_role[role] = self._groups(role)
+            task_count[role] = len({group.task for group in groups_of_role[role]})
+        # A role gets a target if it acts in half of the first tasks, or in as many as any role does. For a role that
+        # acts rarely, the refill would draw tasks in vain.
+        least_tasks = min(len(tasks.own) / 2, max(task_count.values(), default=0))
         for role, groups in groups_of_role.items():
-            if groups and len(tasks_of_role[role]) >= least_tasks:
+            if groups and task_count[role] >= least_tasks:
                 self.targets[role] = len(groups)
 
     @property

@@ -71,17 +71,21 @@ class TaskPool:
         self._counts = sorted(counts)
 
     def draw(self, step: int, facts: Mapping[str, TaskFacts], roles: Collection[str]) -> DrawnTasks:
-        """Draw the tasks of `step`. An adaptive pool draws by the results so far (`facts`) of the trained `roles`."""
+        """Draw the tasks of `step`, and a reserve for its refill.
+
+        An adaptive pool draws by the results so far (`facts`) of the trained `roles`. Others take all tasks equally
+        often.
+        """
         if self._config.pool == "adaptive":
             return self._draw_adaptive(step, facts, roles)
         first_ids = tuple(task.id for task in self._even.of(step))
-        if self._reserve is None:
+        if self._reserve is None:  # the run has no refill
             return DrawnTasks(first_ids)
         others = [task.id for task in self._reserve.of(step) if task.id not in first_ids]
         # A schedule that needs all tasks has them in the order of the file, so draw among them at random.
         order = np.random.default_rng([seed_of(self._seed, "refill"), step]).permutation(len(others))
-        most = extra_tasks(self._budget, len(first_ids))
-        reserve = [others[index] for index in order[:most].tolist()]
+        reserve_size = extra_tasks(self._budget, len(first_ids))
+        reserve = [others[index] for index in order[:reserve_size].tolist()]
         return DrawnTasks(first_ids, tuple(reserve))
 
     def _draw_adaptive(self, step: int, facts: Mapping[str, TaskFacts], roles: Collection[str]) -> DrawnTasks:
@@ -94,14 +98,15 @@ class TaskPool:
         if count >= len(self._ids):
             return DrawnTasks(tuple(self._ids))
 
-        # Sort the tasks by random times of arrival. The first ones are for the step, and the next ones for its refill.
+        # Draw without replacement: each task gets a random time, which is on average earlier if its chance is higher.
+        # The earliest tasks are for the step, and the next ones for its refill.
         relative_chances = task_chances(self._places, facts, roles, EVEN_SHARE)  # [tasks]
         times = arrivals(relative_chances, [self._seed, step])  # [tasks]
         order = np.argsort(times, kind="stable")
         first, others = order[:count], order[count:]
         for_refill = others[: extra_tasks(self._budget, count)]
 
-        # A task is drawn if it arrives before the first task that is not drawn. Given the time of the latter, this is
+        # A task is drawn if its time is before the time of the first task that is not drawn. Given the latter, this is
         # its chance (Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches", section 4).
         chances = -np.expm1(-relative_chances[first] * times[others[0]])
         return DrawnTasks(
