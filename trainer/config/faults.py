@@ -33,23 +33,23 @@ def conversion_error(
     # The check of a struct has raised it, and it names the fix already.
     if isinstance(error.__cause__, ConfigError):
         return error.__cause__
-    field, message = field_and_fault(error)
+    field, fault = field_and_fault(error)
+    value = _value_at(table, field or "config")
+    if fault.startswith("Invalid enum value"):
+        return ConfigError(field or "config", value, f"is not one of {', '.join(_field_choices(field, kind))}", PAGE)
+
+    # In an earlier version, this field may have been a table with settings.
+    value_of_field = _value_at(table, field)
+    if isinstance(value_of_field, Mapping):
+        for name in value_of_field:
+            removed = removed_setting(f"{field}.{name}", value_of_field[name])
+            if removed is not None:
+                return removed
+    expectation = expectation_clause(fault)
     remedy = PAGE
-    if message.startswith("Invalid enum value"):
-        message = f"is not one of {', '.join(_field_choices(field, kind))}"
-    else:
-        message = expectation_clause(message)
-        value = _value_at(table, field)
-        # In an earlier version, this field may have been a table with settings.
-        if isinstance(value, Mapping):
-            for name in value:
-                removed = removed_setting(f"{field}.{name}", value[name])
-                if removed is not None:
-                    return removed
-        if message.startswith("must be a table, not") and field in kind.__struct_fields__:
-            remedy = " ".join([*_fields_sentence(field, kind), PAGE])
-    field = field or "config"
-    return ConfigError(field, _value_at(table, field), message, remedy)
+    if expectation.startswith("must be a table, not") and field in kind.__struct_fields__:
+        remedy = " ".join([*_fields_sentence(field, kind), PAGE])
+    return ConfigError(field or "config", value, expectation, remedy)
 
 
 def check_names(table: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
@@ -99,9 +99,10 @@ def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struc
         remedy = f"Set it for evaluations, in a [[policy]] table: evaluation = {{ {name} = {value} }}"
         return ConfigError(field, value, message, remedy)
     message = "is not a field of the configuration"
-    if field in table and "." in field:  # a dotted name as a key of its own
-        parent, _, name = field.partition(".")
-        remedy = f"Here it is a table: {parent} = {{{name!r}: {table[field]!r}}}. {PAGE}"
+    is_dotted_key = field in table and "." in field  # {"lora.rank": 8} in place of {"lora": {"rank": 8}}
+    if is_dotted_key:
+        table_name, _, setting = field.partition(".")
+        remedy = f"Here it is a table: {table_name} = {{{setting!r}: {table[field]!r}}}. {PAGE}"
         return ConfigError(field, table[field], message, remedy)
     return ConfigError(field, value, message, " ".join([*_other_place_hint(field, kind), PAGE]))
 
@@ -109,14 +110,18 @@ def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struc
 def _other_place_hint(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
     """A hint for a setting that does not exist: the table in which a setting of this name belongs, or settings with
     similar names. Yields at most one sentence."""
-    name = field.rpartition(".")[2]
-    settings = list(_field_names(kind))
     if field in _ARGUMENTS:
         yield f"It is {_ARGUMENTS[field]}."
-    elif same_name := [other for other in settings if other.rpartition(".")[2] == name]:
+        return
+    name = field.rpartition(".")[2]
+    settings = list(_field_names(kind))
+    same_name = [setting for setting in settings if setting.rpartition(".")[2] == name]
+    if same_name:
         above = " (at the top of the file, above the first [table])" if name in same_name else ""
         yield f"It belongs elsewhere: {' or '.join(same_name)}{above}."
-    elif similar_names := _similar_fields(field, settings):
+        return
+    similar_names = _similar_fields(field, settings)
+    if similar_names:
         yield did_you_mean(similar_names)
 
 
@@ -158,10 +163,12 @@ def _value_at(table: Any, dotted: str) -> Any:
 
 def _field_choices(dotted: str, kind: Any) -> list[str]:
     """The allowed values of a field whose type is a Literal; none for other fields."""
+    # Follow the dotted name through the tables to the type of the field.
     field_type = kind
     for part in re.findall(r"[a-z_]+", dotted):
         field_type = next(field.type for field in msgspec.structs.fields(field_type) if field.name == part)
         field_type = _struct_in(field_type) or field_type
+    # The type is a Literal, or a union with one, such as Literal["a", "b"] | None.
     choices: list[str] = []
     for literal in (field_type, *get_args(field_type)):
         if get_origin(literal) is Literal:

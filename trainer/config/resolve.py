@@ -23,6 +23,7 @@ def resolve_plan(config: TrainConfig, scorers: Sequence[str], workflow: str = "s
     tree plan without a scorer, for settings that do not fit the loss of a recipe, and for policies whose recipes cannot
     be used together.
     """
+    # 1. The plan: by default `tree` if the roles have scorers, unless the recipe needs another one.
     default_kind: PlanKind = "independent"
     if scorers and (config.recipe is None or takes_a_tree(config.recipe)):
         default_kind = "tree"
@@ -38,6 +39,8 @@ def resolve_plan(config: TrainConfig, scorers: Sequence[str], workflow: str = "s
             "needs a scorer; the workflow has none",
             f"Add @{workflow}.scorer(role) for at least one role, or use --plan replay or independent.",
         )
+
+    # 2. The recipes.
     recipes = policy_recipes(config, kind)
     check_together(recipes)
     for method in recipes.every:
@@ -45,6 +48,8 @@ def resolve_plan(config: TrainConfig, scorers: Sequence[str], workflow: str = "s
             fault = f"cannot be used on a cluster, whose learners do not have the file of {method.loss.token_loss}"
             raise ConfigError("recipe", method.name, fault, 'Set cluster.address = "none".')
         check_own(method)
+
+    # 3. The sentence.
     if kind == "replay":
         reason = "a call is judged by the outcome of the episode that goes on from it"
     elif scorers:

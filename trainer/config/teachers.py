@@ -54,16 +54,19 @@ def check_teachers(config: TrainConfig, model: str) -> None:
     uses_default = False
     for policy in _trained_tables(config):
         learns_from_teacher = taught_by(config, policy) == "teacher"
-        own_teacher = policy.teacher if policy else ""
-        if policy and own_teacher and not learns_from_teacher:
+        teacher_in_table = policy.teacher if policy else ""
+        if policy and teacher_in_table and not learns_from_teacher:
             fault = f"has no effect: policy {policy.name} does not learn from a teacher"
-            raise ConfigError("policy.teacher", own_teacher, fault, 'Set recipe = "distill" for it, or leave this out.')
-        if learns_from_teacher and not own_teacher and not default_teacher:
+            remedy = 'Set recipe = "distill" for it, or leave this out.'
+            raise ConfigError("policy.teacher", teacher_in_table, fault, remedy)
+        if not learns_from_teacher or teacher_in_table:
+            continue
+        # The policy learns from the default teacher.
+        uses_default = True
+        if not default_teacher:
             fault = "is missing: recipe distill needs a model folder, Hugging Face id or a vLLM server's address"
             remedy = f"Or set `teacher` of policy {policy.name}." if policy else ""
             raise ConfigError("distill.teacher", "", fault, remedy)
-        if learns_from_teacher and not own_teacher:
-            uses_default = True
     if default_teacher and not uses_default and config.policy:
         fault = "has no effect: no policy learns from a teacher without one of its own"
         raise ConfigError("distill.teacher", default_teacher, fault, "Leave it out.")

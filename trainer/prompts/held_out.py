@@ -90,6 +90,8 @@ def compare_results(before: Sequence[TaskResult], after: Sequence[TaskResult], *
     unknown = {result.task for result in results if result.outcome is None and not result.error}
     outcomes_before = _outcome_by_task(before, floor, unknown)
     outcomes_after = _outcome_by_task(after, floor, unknown)
+    # With several candidates, each gets a wider interval, so that all of them together are wrong in 5% of searches
+    # (Bonferroni).
     level = 1 - (1 - LEVEL) / asked
     difference = paired_difference(outcomes_after, outcomes_before, level)
     if difference is None:

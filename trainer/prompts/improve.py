@@ -44,7 +44,7 @@ from cotune.trainer.prompts.options import (
     check_changes,
     orders_of_search,
     read_search,
-    with_whole_places,
+    with_absolute_paths,
 )
 from cotune.trainer.prompts.outcome import ImproveReport, make_report, write_candidates
 from cotune.trainer.prompts.problem import SCORERS, Accepted, PromptProblem
@@ -78,11 +78,11 @@ def improve(
     configured models. Raises CotuneError subclasses for bad input, and if models cannot be reached; the prompts found
     until then are in the folder.
     """
-    # 1. Check all input before anything is written.
-    options = with_whole_places(options)
+    # 1. Check all input before anything is written. The folder of an interrupted search names code and addresses, which
+    # are only used if this user has written or trusted the folder.
+    options = with_absolute_paths(options)
     is_trusted_folder = True
     if resume:
-        # A folder that this user has not written or trusted must not decide which code is imported.
         is_trusted_folder = is_trusted(orders_of_search(out))
         if is_trusted_folder:
             import_from(read_search(out).cwd)
@@ -123,19 +123,20 @@ def _open_folder(folder: PromptRun, description: dict[str, Any], resume: bool) -
     its marks."""
     if folder.described.exists() and not resume:
         raise RunError(f"{folder.path} already holds a search.", "Choose another --out, or continue with --resume.")
-    if resume:
-        before = read_search(folder.path)
+    interrupted_search = read_search(folder.path) if resume else None
     folder.path.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.lock, f"The search {folder.path}")
     try:
-        if resume:
-            _check_same(before, description)
-            stored = {**json.loads(folder.described.read_bytes()), "options": description["options"]}
+        if interrupted_search is not None:
+            # The search keeps its description and its secret, and takes the present options.
+            _check_same(interrupted_search, description)
+            stored_description = json.loads(folder.described.read_bytes())
+            new_description = {**stored_description, "options": description["options"]}
         else:
             created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            stored = {**description, "created": created, "secret": secrets.token_hex(16)}
-        write_atomically(folder.described, json.dumps(stored, indent=2).encode())
-        yield str(stored["secret"])
+            new_description = {**description, "created": created, "secret": secrets.token_hex(16)}
+        write_atomically(folder.described, json.dumps(new_description, indent=2).encode())
+        yield str(new_description["secret"])
     finally:
         lock.release()
 
@@ -217,6 +218,7 @@ async def _search_and_compare(
     held_out: HeldOut | None = None
     limit_text = ""
     try:
+        # 1. Search. A limit ends the search with a result, and any other error is raised.
         await _run_gepa(problem, tasks)
         best = problem.prompts(problem.best().texts)
         if isinstance(problem.ended, LimitReached):
@@ -225,6 +227,8 @@ async def _search_and_compare(
             raise problem.ended
         elif problem.exhausted:
             notes = [*notes, f"The search ended after {problem.rounds} rounds, as nothing new was proposed any more."]
+
+        # 2. Compare, if the search has found other prompts.
         if best.id != base.id:
             say(f"comparing the best prompts with those before on {plural(len(tasks.held_out), 'held-out task')} ...")
             spending.reserve = 0  # The reserve was kept for these runs.
@@ -298,7 +302,8 @@ async def _run_gepa(problem: PromptProblem, tasks: SearchTasks) -> None:
 def _highest_score(problem: PromptProblem, tasks: SearchTasks) -> float | None:
     """Return the highest possible score of a run, if all rewards so far are between 0 and 1; else None.
 
-    A score is the sum of the outcome's components, and `SCORERS` times the mean score of the roles' scorers.
+    A score is the sum of the outcome's components, and `SCORERS` times the mean score of the roles' scorers. The
+    rewards so far are the ones that the prompts before the search have earned on the tasks to choose by.
     """
     components: set[str] = set()
     outcomes: list[float] = []
@@ -347,6 +352,7 @@ async def _find_base(
 def _search_plan(base: Prompts, tasks: SearchTasks, options: ImproveOptions, spending: Spending) -> str:
     """Describe the parts of prompts, the tasks and the limits of the search, in lines for the user."""
     parts = ", ".join(f"{part.name} ({part.now.constant} characters)" for part in parts_to_improve(base))
+    # The limit of cost, or the cost of the most calls at the mean price of the calls so far.
     money = ""
     if options.max_cost is not None:
         money = f", {options.max_cost:g} of money"

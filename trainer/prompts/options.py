@@ -117,8 +117,9 @@ def load_options(
         raise ConfigError(place, table.get(field), expectation_clause(fault), PAGE) from None
 
 
-def with_whole_places(options: ImproveOptions) -> ImproveOptions:
-    """Return the options with absolute paths of existing files, so that a search can be resumed from any folder."""
+def with_absolute_paths(options: ImproveOptions) -> ImproveOptions:
+    """Return the options with absolute paths of existing files, also of the files of functions (`file.py:function`), so
+    that a search can be resumed from any folder."""
 
     def absolute(path: str | None) -> str | None:
         # A Hugging Face id is no existing path, and stays.
@@ -132,7 +133,10 @@ def with_whole_places(options: ImproveOptions) -> ImproveOptions:
     files: dict[str, Any] = {name: absolute(getattr(options, name)) for name in names}
     evaluation = options.evaluation
     files["evaluation"] = msgspec.structs.replace(evaluation, tasks=absolute(evaluation.tasks) or "")
-    functions = {name: whole_address(getattr(options, name) or "") or None for name in ("redact", "roles_by")}
+    functions: dict[str, str | None] = {}
+    for name in ("redact", "roles_by"):
+        address = getattr(options, name)
+        functions[name] = whole_address(address) if address else None
     return msgspec.structs.replace(options, **files, **functions)
 
 
@@ -187,15 +191,19 @@ class StoredSearch(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
 
     def orders_with(self, app: str) -> dict[str, str]:
-        """Return the code, the address and the key variable that it names. `app` is the address of its application."""
+        """Return the orders of the search, by setting: the code to import, the address to send requests to, and the
+        variable with the key for it. `app` is the address of its application."""
         orders: dict[str, str] = {}
         if app:
             orders["workflow"] = app
         for name in ("roles_by", "redact", "reflection_url", "reflection_key_env"):
             value = self.options.get(name)
+            # Values without a colon, such as roles_by = "caller", name no code and no address.
             if value and (":" in value or name == "reflection_key_env"):
                 orders[name] = value
-        return {**orders, FOLDER: self.cwd} if orders else {}
+        if not orders:
+            return {}
+        return {**orders, FOLDER: self.cwd}  # FOLDER: the code is imported from there
 
 
 def read_search(path: str | Path) -> StoredSearch:

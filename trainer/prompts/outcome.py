@@ -157,6 +157,7 @@ def write_candidates(folder: PromptRun, problem: PromptProblem) -> None:
 
 def render(report: ImproveReport) -> Group:
     """Render the report for a terminal."""
+    # 1. The changed parts, each as the old lines and the new ones.
     lines: list[RenderableType] = []
     wording = Wording(report.prompts.parts)
     for part in report.prompts.parts:
@@ -164,11 +165,15 @@ def render(report: ImproveReport) -> Group:
             lines.append(Text(f"\n{part.name}: {part.old.constant} -> {part.new.constant} characters", style="bold"))
             lines += [Text(f"- {line}", style=BAD) for line in wording.text(part.old).splitlines()]
             lines += [Text(f"+ {line}", style=GOOD) for line in wording.text(part.new).splitlines()]
+
+    # 2. The calls and tokens that the search took.
     table = grid("role", "calls>", "prompt tokens>", "answer tokens>", "cost>", title="\nspent")
     for role, spent in report.spending.items():
         cost = f"{spent['cost']:.4g}" if spent["cost"] else "-"
         table.add_row(role, *cells((spent["calls"], spent["prompt_tokens"], spent["completion_tokens"], cost)))
     lines.append(table)
+
+    # 3. The choice of roles, counts and notes, and the verdict.
     role_text = f"\nwhich role: {report.blame}"
     if report.taken:
         turns = ", ".join(f"{name} {count}" for name, count in report.taken.items())

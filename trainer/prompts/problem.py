@@ -105,7 +105,9 @@ class PromptProblem:
         return {part.name: self.wording.text(part.now) for part in self.parts.values()}
 
     def evaluate(self, candidate: Candidate, tasks: Sequence[str]) -> list[Graded]:
-        """Run a candidate on tasks, and return its scores."""
+        """Run a candidate on tasks, given by their ids, and return its scores."""
+        # 1. Run it. Its parent, the candidate that was changed, may have run on these tasks before. Calls that do not
+        # depend on the change are then repeated from that record.
         prompts = self.prompts(candidate)
         parent_texts = self._parents.get(_candidate_key(candidate))
         parent = None if parent_texts is None else self.prompts(parent_texts)
@@ -114,10 +116,14 @@ class PromptProblem:
         except Exception as error:
             self.ended = error
             raise
+
+        # 2. Count new runs for `stop`, which ends a search without any.
         for task in tasks:
             if (prompts.id, task) not in self._evaluated:
                 self._evaluated.add((prompts.id, task))
                 self._new_in_round += 1
+
+        # 3. Score it. If a call did not have the text to edit, the candidate was not really tried.
         if any(result.unmatched for result in results):
             self.unscored += 1
             return [Graded(UNSCORED, result) for result in results]
@@ -158,8 +164,9 @@ class PromptProblem:
             self._idle_rounds = 0
         self._new_in_round = 0
         options = self.evaluations.options
-        minibatches = math.ceil(len(self.tasks) / options.minibatch)
-        self.exhausted = self._idle_rounds > SPARE_ROUNDS + 3 * minibatches
+        # Rounds of three passes over the tasks may be idle, because each round takes other tasks.
+        rounds_per_pass = math.ceil(len(self.tasks) / options.minibatch)
+        self.exhausted = self._idle_rounds > SPARE_ROUNDS + 3 * rounds_per_pass
         return self._stopped or self.ended is not None or self.exhausted or self.rounds > options.rounds
 
     def cancel(self) -> None:
@@ -235,9 +242,10 @@ class PromptProblem:
         if self._stopped:
             work.close()
             raise CotuneError("The search was interrupted.", "Continue with --resume.")
-        self._waiting = waiting = asyncio.run_coroutine_threadsafe(work, self.loop)
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        self._waiting = future  # for `cancel`
         try:
-            return waiting.result()
+            return future.result()
         except concurrent.futures.CancelledError:
             raise CotuneError("The search was interrupted.", "Continue with --resume.") from None
 

@@ -170,17 +170,18 @@ def _count_spending(result: Blame, store: Store, spending: Spending) -> None:
 def _choose_parts(result: Blame, parts: Sequence[PromptPart]) -> RoleChoice:
     """Choose the parts to change from the result of an analysis: the parts of the roles at fault. All parts are changed
     if the analysis names no role, or if its roles have no part."""
+    # Without a reference, an analysis names no role, but it may know the calls that decided failures.
     if not result.references:
         lost = [episode for episode in result.episodes if episode.call is not None]
         return RoleChoice(_note_without_reference(result), parts, lost)
     if not result.at_fault:
         return RoleChoice(f"{result.sentence} Roles are changed in turn.", parts)
-    at_fault = [part for part in parts if set(part.roles) & set(result.at_fault)]
-    if not at_fault:
-        names = " and ".join(result.at_fault)
-        return RoleChoice(f"{result.sentence} No prompt of {names} can be changed: the others are, in turn.", parts)
-    names = ", ".join(part.name for part in at_fault)
-    return RoleChoice(f"{result.sentence} Changed: only {names}.", at_fault)
+    parts_at_fault = [part for part in parts if set(part.roles) & set(result.at_fault)]
+    if not parts_at_fault:
+        roles = " and ".join(result.at_fault)
+        return RoleChoice(f"{result.sentence} No prompt of {roles} can be changed: the others are, in turn.", parts)
+    part_names = ", ".join(part.name for part in parts_at_fault)
+    return RoleChoice(f"{result.sentence} Changed: only {part_names}.", parts_at_fault)
 
 
 def _note_without_reference(result: Blame) -> str:

@@ -126,22 +126,24 @@ def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPar
     for episode in sorted(lost, key=lambda episode: -(episode.loss.mean if episode.loss else 0.0)):
         if episode.call is None or len(failures) == MOST_DECISIVE:
             continue
+        # 1. The call that decided the failure, or the first of several parallel calls, with the part in its prompt.
         steps = (episode.call, *episode.parallel)
-        block = [call for call in store.calls(episode.episode) if call.step in steps]
-        calls_of_roles = [call for call in block if call.role in part.roles]
+        parallel_calls = [call for call in store.calls(episode.episode) if call.step in steps]
+        calls_of_roles = [call for call in parallel_calls if call.role in part.roles]
         with_part = [call for call in calls_of_roles if _slot_values_of_call(store, part, call) is not None]
         if not with_part:
             continue
         call = with_part[0]
 
+        # 2. The answer to the same request in the best repeated run, if there is one.
         redraw = ""
         redraw_result = None
         if episode.redraw_call:
-            first_redrawn = store.figures().call(episode.redraw_call)
-            redraw_episode = first_redrawn.episode
-            redrawn: CallRecord | None = first_redrawn
+            redraw_call = store.figures().call(episode.redraw_call)
+            redraw_episode = redraw_call.episode
+            redrawn: CallRecord | None = redraw_call
             if call.step != episode.call:
-                # `redraw_call` is another call of the block. Parallel calls may have started in another order in the
+                # `redraw_call` is another one of the parallel calls. They may have started in another order in the
                 # repeated run, so steps and turns do not identify this one.
                 redrawn = _find_same_request(store.calls(redraw_episode), call)
             redraw = "" if redrawn is None else chosen_answer_text(redrawn)
@@ -150,7 +152,7 @@ def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPar
             DecisiveFailure(
                 result=read_result(store, store.episode(episode.episode)),
                 step=call.step,
-                roles=[other.role for other in block],
+                roles=[parallel_call.role for parallel_call in parallel_calls],
                 loss="" if episode.loss is None else loss_points(episode.loss),
                 redraw=redraw,
                 redraw_result=redraw_result,
@@ -251,7 +253,10 @@ def _slot_values_of_call(store: Store, part: PromptPart, call: CallRecord) -> tu
     matches: list[tuple[str, ...]] = []
 
     def collect_match(kind: str, key: str, text: str) -> None:
-        values = part.old.match(text) if kind == part.kind else None
+        if kind != part.kind:
+            return
+        values = part.old.match(text)
+        # A Reading says that the text could not be read in the part's form.
         if values is not None and not isinstance(values, Reading):
             matches.append(values)
 

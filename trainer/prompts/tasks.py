@@ -40,12 +40,17 @@ def split_for_search(tasks: Sequence[Task], options: ImproveOptions) -> SearchTa
         for_search = ranked
         notes += overlap(tasks, held_out)
     else:
-        third = len(ranked) // 3
-        held_out = ranked[:third]
-        for_search = ranked[third:]
-        notes.append(f"held out: {plural(third, 'task')} of {len(tasks)}; --eval-tasks FILE takes others")
-    validation = max(LEAST, round(VALIDATION * len(for_search)))
-    split = SearchTasks(for_search[validation:], for_search[:validation], held_out, notes)
+        held_out_count = len(ranked) // 3
+        held_out = ranked[:held_out_count]
+        for_search = ranked[held_out_count:]
+        notes.append(f"held out: {plural(held_out_count, 'task')} of {len(tasks)}; --eval-tasks FILE takes others")
+    validation_count = max(LEAST, round(VALIDATION * len(for_search)))
+    split = SearchTasks(
+        train=for_search[validation_count:],
+        validation=for_search[:validation_count],
+        held_out=held_out,
+        notes=notes,
+    )
     for name in ("train", "validation", "held_out"):
         count = len(getattr(split, name))
         if count < LEAST:

@@ -88,7 +88,8 @@ class ReplayReport(msgspec.Struct, frozen=True):
             if repetition.old.episode.status != "ok":
                 continue
             for new in repetition.new:
-                count += new.episode.status != "ok" and new.episode.blame != "divergence"
+                if new.episode.status != "ok" and new.episode.blame != "divergence":
+                    count += 1
         return count
 
 
@@ -274,19 +275,23 @@ class _RecordList:
 def _load_workflow(run: Path, options: ReplayOptions) -> Workflow:
     """Load the application to replay, with the redactor, role names and prompts of the run, unless the options name
     others. Raises ConfigError if neither the options nor the records name an application."""
-    described = read_run_json(run) if is_run(run) else read_trace(run)
-    spec = options.workflow or known_workflow(described, run.absolute())
-    if spec is None:
+    # The description of the run, or of the trace; empty if the records have none.
+    description = read_run_json(run) if is_run(run) else read_trace(run)
+    address = options.workflow or known_workflow(description, run.absolute())
+    if address is None:
         remedy = "For example: cotune replay RUN --workflow app:solve --all"
         raise ConfigError(
             "workflow", None, "is missing, and the records do not say which application made them", remedy
         )
-    if described:
+    config: Mapping[str, Any] = {}
+    if description:
+        # The run's code is loaded only if this user has written or trusted its folder, except for code that the options
+        # name.
         from_options = [name for name in ("workflow", "roles_by") if getattr(options, name)]
-        open_run_code(run, from_options, only=("workflow", "roles_by", "redact"), described=described)
-    config = placed_config(described, run.absolute()) if described else {}
+        open_run_code(run, from_options, only=("workflow", "roles_by", "redact"), described=description)
+        config = placed_config(description, run.absolute())
     redact = redactor_of(run.absolute()) or config.get("redact", "")
-    flow = load_workflow(spec).redacted(redact).named_by(options.roles_by or config.get("roles_by"))
+    flow = load_workflow(address).redacted(redact).named_by(options.roles_by or config.get("roles_by"))
     return flow.prompted(options.prompts or prompts_of(run))
 
 
@@ -307,10 +312,13 @@ def _episodes_to_run(store: Store, options: ReplayOptions) -> list[Episode]:
 
 def _plan_repetition(store: Store, episode: Episode, options: ReplayOptions) -> _Plan:
     """Read an episode with its record, and plan its repetition. Raises RecordError, ConfigError."""
+    # 1. All calls by the model.
     calls = store.calls(episode.id)
     old = EpisodeWithCalls(episode, calls, store.rewards([episode.id])[episode.id])
-    if options.model is not None and options.call is None:  # the model answers all calls
+    if options.model is not None and options.call is None:
         return _Plan(old, replay=None)
+
+    # 2. All calls from the record.
     if any(call.redacted for call in calls):
         raise RecordError(
             f"Episode {episode.id} cannot be repeated: a redactor changed its stored calls.",
@@ -319,6 +327,8 @@ def _plan_repetition(store: Store, episode: Episode, options: ReplayOptions) -> 
     script = read_script(store, episode.id)
     if options.call is None:
         return _Plan(old, Replay(script=script))
+
+    # 3. The calls before `options.call` from the record.
     step = options.call
     if not options.episode:  # with --all, shorter episodes are forked at their last call
         step = min(step, len(calls) - 1)

@@ -53,10 +53,9 @@ def _one_episode(repetition: Repetition, who: str) -> Iterable[RenderableType]:
             first_step[key] = min(call.step, first_step.get(key, call.step))
     table = grid("call", "role", "turn>", *columns)
     for role, turn in sorted(first_step, key=first_step.__getitem__):
-        old_call, *new_calls = (calls.get((role, turn)) for calls in calls_of_column)
-        row = [old_call, *new_calls]
+        row = [calls.get((role, turn)) for calls in calls_of_column]  # None for an episode without this call
         # Leave out rows where all repetitions got the recorded answer.
-        any_new_answer = any(call is not None and call.replayed is None for call in new_calls)
+        any_new_answer = any(call is not None and call.replayed is None for call in row[1:])
         if any_new_answer or None in row:
             step = next(call.step for call in row if call is not None)
             table.add_row(*cells((step, role, turn)), *(_answer_cell(call) for call in row))

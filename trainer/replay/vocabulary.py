@@ -32,7 +32,8 @@ class RecordedIds:
         self._recorded = functools.cache(self._load)
 
     def readable(self, call: ScriptCall) -> bool:
-        """Return whether the token ids of a call may be used. True if it has none."""
+        """Return whether the model that answers now can read the token ids of a call. True if the call has none, or if
+        the records are of no run, whose models would be known."""
         if call.answer.policy is None or not call.answer.prompt_ids or self._run is None:
             return True
         model = self._run.base_of(call.answer.policy.name) or self._run.model
