@@ -135,17 +135,22 @@ def _models_asked(run: Path) -> dict[str, tuple[str, ...]]:
     A role that asked for no model by name has an empty tuple.
     """
     records = read_run(run).config.records
+    if records.path:  # a run that learned from an application's records
+        address: str | Path = records.path
+        app = records.app
+    else:
+        address = run
+        app = ""
     try:
-        # A run that trained on an application's records reads these, any other run its own.
-        with open_store(records.path or run, read_only=True) as store:
-            roles_and_models = store.figures().models_asked(records.app if records.path else "")
+        with open_store(address, read_only=True) as store:
+            roles_and_models = store.figures().models_asked(app)
     except CotuneError as error:
         log.warning("The export has no model names of roles, as the records cannot be read: %s", error)
         return {}
     models_of_role: dict[str, tuple[str, ...]] = {}
     for role, model in roles_and_models:
-        models = models_of_role.get(role, ())
-        models_of_role[role] = (*models, model) if model else models
+        earlier_models = models_of_role.get(role, ())
+        models_of_role[role] = (*earlier_models, model) if model else earlier_models
     return models_of_role
 
 
@@ -509,11 +514,12 @@ def _paths_of_bases(
     names = [policy.model or described.model for policy in policies if policy.kind != "provider"]
     if described.config.other_roles == "frozen":
         names.append(described.model)
+    # A model that lies next to the run folder may have been moved together with it.
     run_json = read_run_json(run)
-    # First, models that were moved together with the run folder, as they lie next to it; then those in `moved`.
-    relocated_paths = {name: relocated(name, run_json, run.absolute()) for name in names if name}
-    present = present_paths(relocated_paths.values(), moved)
-    return {name: present[path] for name, path in relocated_paths.items()}
+    path_after_move_of_run = {name: relocated(name, run_json, run.absolute()) for name in names if name}
+    # Any other moved model is in `moved`.
+    present_path = present_paths(path_after_move_of_run.values(), moved)
+    return {name: present_path[path] for name, path in path_after_move_of_run.items()}
 
 
 def _policies_of_checkpoint(described: RunDescription, checkpoint: Path, moved: Moved) -> list[TrainedPolicy]:

@@ -158,13 +158,15 @@ def checkpoint_fault(checkpoint: Path, run: str) -> str | None:
 
     A fault is a changed file, a file that has no hash, or a checkpoint of another run or another step.
     """
-    if changed_file := files_fault(checkpoint):
-        return changed_file
+    fault = files_fault(checkpoint)
+    if fault:
+        return fault
     listed = msgspec.json.decode((checkpoint / HASHES).read_bytes(), type=dict[str, str])
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint).as_posix()
-        hidden = path.name.startswith(".")
-        if path.is_file() and not hidden and name not in listed and name != HASHES:
+        is_hidden = path.name.startswith(".")
+        needs_hash = path.is_file() and not is_hidden and name != HASHES
+        if needs_hash and name not in listed:
             return f"{name} is not in {HASHES}"
     identity = read_identity(checkpoint)
     if identity is None:

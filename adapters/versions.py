@@ -161,6 +161,7 @@ def _keep_as_earlier(export: Path, replaced: Path, number: int) -> None:
     has_whole_models = any(policy.folder and policy.lora is None for policy in policies)
     limit = EARLIER_MODELS if has_whole_models else EARLIER_ADAPTERS
     older_versions = [version for version in earlier_versions(export) if version != free_number]
-    n_to_remove = max(0, len(older_versions) + 1 - limit)
+    n_versions = len(older_versions) + 1  # with the version just replaced
+    n_to_remove = max(0, n_versions - limit)
     for version in older_versions[:n_to_remove]:
         shutil.rmtree(versions / str(version))

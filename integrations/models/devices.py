@@ -37,7 +37,7 @@ def device_name() -> str:
 
 
 def unused_gpu() -> str:
-    """Why a GPU of this machine is not used, and what to do; empty where none is there, or torch uses it."""
+    """Why a GPU of this machine is not used, and advice; empty if the machine has none, or if torch uses it."""
     import torch
 
     if torch.cuda.is_available():
@@ -70,9 +70,10 @@ def _why_unseen() -> str:
     import torch
 
     version = torch.__version__
-    built = torch.version.cuda
-    if built is None:
+    cuda_version = torch.version.cuda
+    if cuda_version is None:
         return f"torch {version} is built without CUDA: install torch's build for CUDA."
-    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return f"torch sees none: CUDA_VISIBLE_DEVICES is {hidden!r}."
-    return f"torch {version} for CUDA {built} sees none: compare with the driver's version in nvidia-smi."
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None:
+        return f"torch sees none: CUDA_VISIBLE_DEVICES is {visible_devices!r}."
+    return f"torch {version} for CUDA {cuda_version} sees none: compare with the driver's version in nvidia-smi."

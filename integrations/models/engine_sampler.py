@@ -188,7 +188,9 @@ class LoopSampler(CalledSampler):
             completions = await self._generate(prompt, n_drawn, fitted, policy, version.target)
             return completions * (n // n_drawn)
         finally:
-            if self._versions.left(version) and self._broken is None:
+            # A version that was retired meanwhile is unloaded after its last request.
+            is_unused = self._versions.left(version)
+            if is_unused and self._broken is None:
                 self._start(self._drop(version))
 
     def _locate(self, policy: PolicyRef) -> Version:

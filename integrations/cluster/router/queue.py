@@ -76,19 +76,22 @@ class Queue:
     """Places requests on the engines of `replicas`, while at least `min_healthy` of them are healthy."""
 
     def __init__(self, replicas: Sequence[Replica], min_healthy: int, counters: Counter[str]) -> None:
-        """A queue for the engines of these replicas. Requests wait while fewer than `min_healthy` engines
-        are healthy.
+        """A queue for the engines of these replicas. Requests wait while fewer than `min_healthy` engines are healthy.
+        `counters` counts the requests that have to wait.
         """
         self._replicas = replicas
         self._min_healthy = min_healthy
         self._counters = counters
         self._waiting: deque[Request] = deque()
         self._homes: OrderedDict[int, Engine] = OrderedDict()
-        """Block -> the engine that got it last. Only the most recently used blocks are kept."""
+        """Hash of a prompt's prefix (`prefix_blocks`) -> the engine that got it last. Only the most recently used ones
+        are kept."""
         self._n_placed = 0
+        """The number of requests that were given to engines until now."""
         self._enough_healthy: bool | None = None
         """Whether enough engines are healthy; None before they were for the first time."""
         self._changes = asyncio.Event()
+        """It is set at the next change of a replica's state."""
 
     def __len__(self) -> int:
         return len(self._waiting)

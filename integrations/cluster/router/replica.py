@@ -154,13 +154,14 @@ class Engine:
         except Exception as error:
             # A lost learner sends nothing, but the next one may.
             self.by_files_only = not isinstance(error, LearnerLost)
+            # The engine may have used files by itself, and `info` counts that. An engine that cannot be asked is
+            # counted as one that has used files.
             try:
-                await self.info()  # counts a publication for which the engine itself has used files
+                await self.info()
             except Exception:  # noqa: BLE001
-                # The engine cannot tell whether it has used files, so this counts as one.
                 self._counters[BY_FILES] += 1
             raise
-        # The same count. An error does not matter: the version is served, and the next info has the count too.
+        # Count the use of files here too. The version is served in any case, and the next info has the count as well.
         with suppress(Exception):
             await self.info()
 

@@ -289,7 +289,7 @@ def _rejection(version: Version, errors: Mapping[str, CotuneError], *, by_all: b
         if isinstance(error, LearnerLost):
             return error  # the run can go back to its last checkpoint
     if by_all:
-        return next(iter(errors.values()))
+        return next(iter(errors.values()))  # the version is wrong, and the error of any engine tells why
     reasons = "; ".join(f"{name}: {error_line(error)}" for name, error in errors.items())
     return SyncError(
         f"{version.policy} with fingerprint {version.fingerprint} is not served by all engines, so by none: {reasons}.",

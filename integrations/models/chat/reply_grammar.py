@@ -403,13 +403,15 @@ def _mode_and_tools(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, lis
 
     "any" is another word for "required". Raises RequestRefused for other modes, and for "required" without tools.
     """
-    if mode == "any":
-        mode = "required"
-    if mode not in ("none", "auto", "required"):
+    if mode == "none":
+        return "none", []
+    if mode == "auto":
+        return "auto", tools
+    if mode not in ("required", "any"):
         raise RequestRefused(f"tool_choice = {mode!r} is not supported.", "Use none, auto, required or a function.")
-    if mode == "required" and not tools:
+    if not tools:
         raise RequestRefused("tool_choice asks for a call, and the request has no tools.", "Send the tools with it.")
-    return mode, [] if mode == "none" else tools
+    return "required", tools
 
 
 def _tools_named(names: Sequence[str], tools: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -436,11 +438,11 @@ def _call(tool: Mapping[str, Any], syntax: Syntax, *, forced: bool) -> str:
     """
     function = function_of(tool)
     schema = function.get("parameters") or ANY_OBJECT
-    if function.get("strict"):
-        return syntax.call(_name(tool), json_grammar(schema))
-    if forced and not _is_deeper(schema, DEPTH) and syntax.supports(f"start: {json_grammar(schema)}"):
-        return syntax.call(_name(tool), json_grammar(schema))
-    return syntax.call(_name(tool), json_grammar(ANY_OBJECT))
+    is_enforced = bool(function.get("strict"))
+    if not is_enforced and forced and not _is_deeper(schema, DEPTH):
+        is_enforced = syntax.supports(f"start: {json_grammar(schema)}")
+    arguments = json_grammar(schema if is_enforced else ANY_OBJECT)
+    return syntax.call(_name(tool), arguments)
 
 
 _ANY_TEXT = "/(.|\\n)*/"

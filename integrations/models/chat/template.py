@@ -315,9 +315,10 @@ class ChatTemplate:
             rendered: str = self.tokenizer.apply_chat_template([as_parts], tokenize=False)
         except Exception:  # noqa: BLE001, a template that reads texts alone fails in any way
             return False
+        shows_both_texts = rendered.count(_PROBE) == 1 and _SECOND in rendered
         # A template that reads texts alone may also write the list of parts as Python does, with 'text' in quotes.
-        shows_each_once = rendered.replace(_SECOND, "").count(_PROBE) == 1 and _SECOND in rendered
-        return shows_each_once and "'text'" not in rendered
+        shows_list = "'text'" in rendered
+        return shows_both_texts and not shows_list
 
     def images(self, messages: Messages) -> tuple[bytes, ...]:
         """The encoded images of messages, in order.

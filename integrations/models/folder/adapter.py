@@ -32,23 +32,26 @@ def read_adapter(weights: Weights, lora: LoraSpec, model: nn.Module) -> Adapter:
     """Factors from PEFT state-dict names. Raises SamplerError for a name or shape that does not fit `model`."""
     modules = dict(model.named_modules())
     parameter = next(model.parameters())
-    halves: dict[str, dict[str, Tensor]] = {}
+    # Module -> its factors: "A" [rank, in] and "B" [out, rank].
+    factors_of_module: dict[str, dict[str, Tensor]] = {}
     for name, array in weights.items():
-        module, part = _split(name)
+        module, letter = _split(name)
         if module not in modules:
             raise SamplerError(f"The adapter has weights for {module!r}, which the model lacks.", _BASE)
         tensor = torch.as_tensor(array).to(device=parameter.device, dtype=parameter.dtype)
-        halves.setdefault(module, {})[part] = tensor
-    for module, pair in halves.items():
-        if set(pair) != {"A", "B"}:
-            raise SamplerError(f"The adapter has only lora_{'/'.join(pair)} for {module!r}.", _BASE)
+        factors_of_module.setdefault(module, {})[letter] = tensor
+    for module, factors in factors_of_module.items():
+        if set(factors) != {"A", "B"}:
+            raise SamplerError(f"The adapter has only lora_{'/'.join(factors)} for {module!r}.", _BASE)
         expected = _in_out(modules[module])
-        if (pair["A"].shape[1], pair["B"].shape[0]) != expected:
+        if (factors["A"].shape[1], factors["B"].shape[0]) != expected:
             raise SamplerError(f"The adapter's shapes for {module!r} do not fit its (in, out) = {expected}.", _BASE)
+
+    # Modules with the same input share one product with all their A factors.
     adapter = []
-    for names in group_siblings(halves):
-        down = torch.cat([halves[name]["A"] for name in names]).T.contiguous()
-        ups = {name: (halves[name]["B"].T * lora.scale).contiguous() for name in names}
+    for names in group_siblings(factors_of_module):
+        down = torch.cat([factors_of_module[name]["A"] for name in names]).T.contiguous()
+        ups = {name: (factors_of_module[name]["B"].T * lora.scale).contiguous() for name in names}
         adapter.append(Factors(down, ups))
     return adapter
 

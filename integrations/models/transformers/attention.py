@@ -81,12 +81,11 @@ def rows_attention(
         or attention_mask.shape[1] != 1
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if scaling is None:
-        scaling = dim**-0.5
     # Several heads of the query read the keys of one head.
     grouped_query = query.view(rows, key_heads, heads // key_heads, dim)
     mask = attention_mask.expand(*grouped_query.shape[:3], -1).flatten(0, 1)
-    out = attend(grouped_query, key, value, mask, scaling, shared_columns)
+    scale = dim**-0.5 if scaling is None else scaling
+    out = attend(grouped_query, key, value, mask, scale, shared_columns)
     return out.view(rows, 1, heads, value.shape[3]), None
 
 

@@ -111,7 +111,8 @@ class RowCache(Cache):
         """An empty cache of keys and values for sequences that are decoded together, for a model of so many layers.
 
         Rows are sequences, columns are tokens. `starts` has the first column of each row, and `bias` hides the columns
-        before it from attention.
+        before it from attention. `shifts` is added to the positions of a row's tokens, for models whose positions do
+        not count tokens.
         """
         self.window = Window()
         super().__init__(layers=[RowLayer(self.window) for _ in range(layers)])

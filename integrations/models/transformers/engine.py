@@ -122,7 +122,7 @@ class DecodingEngine:
             return
         except torch.OutOfMemoryError as error:
             cause = error_line(error)
-        # Not within `except`: the traceback keeps the tensors of the failed step.
+        # Not within `except`, where the traceback would keep the tensors of the failed step in memory.
         self._restart_halved(batch, cause)
 
     def _restart_halved(self, batch: Batch, cause: str) -> None:

@@ -101,7 +101,9 @@ class Projection:
         self.additions.append(_Addition(low, high, downs, ups))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """The outputs of all modules for x [rows, in]: [rows, out] each."""
+        """The outputs of all modules for x [rows, in], adapters included: [rows, out] each. An addition is an adapter
+        and the range of rows that use it.
+        """
         outputs = [forward(x) for forward in self._base_forwards]
         for addition in self.additions:
             first_products = addition.downs.parts(x)

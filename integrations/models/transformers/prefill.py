@@ -50,13 +50,17 @@ def find_shared_stems(prompts: Sequence[Ids], known: Sequence[int]) -> list[Ids]
         low, high = ranges.pop()
         if high - low < 2:
             continue
-        # The pair that shares the fewest tokens shows how many tokens all prompts of the range share.
+        # All prompts of the range share as many tokens as the two neighbours that share the fewest.
         split = min(range(low, high - 1), key=lambda position: shared[position])
+        shared_by_all = shared[split]
         first_prompt = order[low]
-        saved_tokens = (high - low - 1) * (shared[split] - known[first_prompt])
+        # A stem is computed once, instead of once for each prompt.
+        n_prompts = high - low
+        saved_tokens = (n_prompts - 1) * (shared_by_all - known[first_prompt])
         if saved_tokens >= LEAST_SAVED_TOKENS:
-            stems.append(prompts[first_prompt][: shared[split]])
+            stems.append(prompts[first_prompt][:shared_by_all])
         else:
+            # Look for longer stems on both sides of these two neighbours.
             ranges += [(low, split + 1), (split + 1, high)]
     return stems
 

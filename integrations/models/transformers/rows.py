@@ -83,8 +83,8 @@ class Rows:
             "top_k": np.empty(0, np.int64),
             "top_p": np.empty(0, np.float32),
             "min_p": np.empty(0, np.float32),
-            "top": np.empty(0, np.int64),
-            # Of each drawn token, in the order in which they were drawn:
+            "top": np.empty(0, np.int64),  # number of likeliest tokens to report at each position
+            # Of each drawn token, in the order in which they were drawn. There is space for 32 tokens at first.
             "token": np.empty((0, 32), np.int64),
             "logprob": np.empty((0, 32), np.float32),
         }

@@ -41,7 +41,7 @@ def _moved_ranges(prompt: list[int], image_text: list[int], ranges: Sequence[Any
     `image_text` are the token ids of a text with nothing but the images, and each of the `ranges` belongs to an image.
     """
     moved: list[Any] = []
-    replaced_tokens: list[int] = []  # the tokens of all images in whose place the model computes with an image
+    replaced_tokens: list[int] = []  # tokens whose embeddings the model replaces with embeddings of the images
     start = 0
     for range_ in ranges:
         tokens = image_text[range_.offset : range_.offset + range_.length]

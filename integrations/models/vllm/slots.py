@@ -21,12 +21,13 @@ def slot_digest(manager: Any, lora_id: int) -> str:
         return MISSING
     slot = manager.lora_index_to_id.index(lora_id)
     digest = hashlib.sha256()
-    tensors = 0
+    n_tensors = 0
     for name, values in _slot_tensors(manager, slot):
         if values.numel():
             digest.update(f"{name}{tuple(values.shape)}{torch.hash_tensor(values).item()}".encode())
-            tensors += 1
-    return digest.hexdigest() if tensors else UNKNOWN
+            n_tensors += 1
+    # Without any tensor, this version of vLLM has its slots in another form.
+    return digest.hexdigest() if n_tensors else UNKNOWN
 
 
 def _slot_tensors(manager: Any, slot: int) -> Iterator[tuple[str, Tensor]]:
