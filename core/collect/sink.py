@@ -70,8 +70,10 @@ class CollectorRecords:
         self._lock = threading.Lock()
 
     def write(self, records: Sequence[Record]) -> None:
+        """Send the records to the collector, except those that the rates leave out."""
         if self._sends == "nothing":
-            self._collector.leave_out(sum(isinstance(record, CallRecord) for record in records))
+            n_calls = sum(isinstance(record, CallRecord) for record in records)
+            self._collector.leave_out(n_calls)
             return
         if self._sends == "some roles":
             records = self._records_to_send(records)
@@ -136,26 +138,28 @@ class CollectorRecords:
         self._left_out.update(left_out)
         self._collector.leave_out(len(left_out))
 
-    def _take_held(self, names: Iterable[str | None]) -> list[Record]:
-        """Remove these messages and segments from the held ones, and return them."""
+    def _take_held(self, ids: Iterable[str | None]) -> list[Record]:
+        """Remove the messages and segments with these ids from the held ones, and return them. None stands for no
+        message."""
         removed: list[Record] = []
-        for name in dict.fromkeys(names):
-            if name and name in self._held:
-                removed.append(self._held.pop(name))
+        for id in dict.fromkeys(ids):
+            if id and id in self._held:
+                removed.append(self._held.pop(id))
         if not self._held:
             self._size = 0
         return removed
 
     def _take_path(self, prompt: str | None) -> list[Record]:
         """Remove the held segments of a prompt's token path, and return them."""
-        names: list[str] = []
-        while prompt is not None:
-            segment = self._held.get(prompt)
-            if not isinstance(segment, Segment):  # it was sent before
+        path: list[str] = []
+        segment_id = prompt
+        while segment_id is not None:
+            segment = self._held.get(segment_id)
+            if not isinstance(segment, Segment):  # it was sent before, and so were all before it
                 break
-            names.append(prompt)
-            prompt = segment.parent
-        return self._take_held(names)
+            path.append(segment_id)
+            segment_id = segment.parent
+        return self._take_held(path)
 
 
 def _needed_ids(call: CallRecord) -> list[str | None]:

@@ -162,7 +162,7 @@ def _calls_to_score(
     """
     for episode in episodes:
         for call in store.calls(episode.id):
-            if role not in (None, call.role):
+            if role is not None and call.role != role:
                 continue
             if scorable(workflow, call):
                 yield call, episode.task

@@ -108,8 +108,11 @@ async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: E
                 if (task.id, number) not in finished:
                     running.append(group.create_task(run_when_free(task, number)))
     except BaseExceptionGroup as errors:  # for example a framework that is too old, in all episodes
+        # An error of cotune names the fix. The others may only follow from it.
         cotune_errors, _ = errors.split(CotuneError)
-        raise (cotune_errors or errors).exceptions[0] from errors
+        if cotune_errors is not None:
+            raise cotune_errors.exceptions[0] from errors
+        raise errors.exceptions[0] from errors
     position_of_task = {task.id: position for position, task in enumerate(batch.tasks)}
     last = len(batch.tasks)  # for a finished episode of a task that the batch no longer has
     episodes = [*batch.done, *(run.result() for run in running)]

@@ -68,8 +68,9 @@ def write_blanks(run: str | Path, to: str | Path, *, role: str | None = None) ->
         usable: list[CallRecord] = []
         for episode in store.episodes():
             for call in store.calls(episode.id):
+                has_role = role is None or call.role == role
                 answers = {candidate.text or str(candidate.message) for candidate in call.candidates}
-                if role in (None, call.role) and len(answers) > 1:
+                if has_role and len(answers) > 1:
                     usable.append(call)
         lines = 0
         for call in random.Random(0).sample(usable, min(CALLS, len(usable))):

@@ -174,9 +174,11 @@ async def answer(call: LiveCall) -> Answer | None:
     running_loop = asyncio.get_running_loop()
     if episode.loop is None or episode.loop is running_loop:
         task = asyncio.current_task()
-        if task is not None:
+        if task is not None:  # the end of the episode cancels this task, perhaps from another thread
             call.cancel_by(functools.partial(running_loop.call_soon_threadsafe, task.cancel))
         return await _respond_outside_episode(call)
+
+    # The call is made on another loop than the episode's.
     request = _Request(call, episode.loop)
     try:
         await request.wait_for_start()

@@ -105,6 +105,7 @@ def has_address(id: str, body: Any) -> bool:
     try:
         if address(canonical(body)) == id:
             return True
+        # Another part of a request has the address of an object with only this part.
         return any(address(canonical({kind: body})) == id for kind in _WRAPPED)
     except (TypeError, ValueError, RecursionError):  # for example keys that are not text: these have no address
         return False

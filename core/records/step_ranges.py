@@ -6,7 +6,6 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from itertools import chain
 
 from cotune.errors import ConfigError
 
@@ -71,10 +70,16 @@ def check_ranges(ranges: Mapping[str, str], steps: int) -> None:
 
 def _first_idle(texts: Iterable[str], steps: int) -> int | None:
     """The first step (from 1) that is in no range; None if every step is in a range."""
-    ranges = sorted(chain.from_iterable(map(step_ranges, texts)), key=lambda range_: range_[0])
-    next_step = 1
+    ranges: list[tuple[int, int | None]] = []
+    for text in texts:
+        ranges += step_ranges(text)
+    ranges.sort(key=lambda range_: range_[0])
+
+    next_step = 1  # all steps before it are in a range
     for first, last in ranges:
         if first > next_step:
             break
-        next_step = steps + 1 if last is None else max(next_step, last + 1)
+        if last is None:
+            return None
+        next_step = max(next_step, last + 1)
     return next_step if next_step <= steps else None

@@ -178,9 +178,12 @@ async def contain_errors(work: Awaitable[T]) -> T:
             raise
         raise Stopped(error_phrase(error)) from error
     finally:
-        if os.getpid() != process:
+        is_forked_child = os.getpid() != process
+        if is_forked_child:  # only the parent continues the run
             raised = sys.exc_info()[1]
-            end_child(raised.__cause__ if isinstance(raised, Stopped) else raised)
+            if isinstance(raised, Stopped):
+                raised = raised.__cause__
+            end_child(raised)
 
 
 def thread_place(frame: FrameType | None) -> str:

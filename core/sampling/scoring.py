@@ -189,8 +189,8 @@ def split_feedback(value: Any, source: str) -> tuple[Any, str]:
 async def score(
     scorer: AnyScorer, candidates: Sequence[Candidate], call: Call, role: str
 ) -> tuple[Scored | WorkflowError, ...]:
-    """Score the candidates of a call. Returns for each the components of its reward (named numbers) with their text,
-    or the error if the scorer raised or returned no reward.
+    """Score the candidates of a call. Returns a result for each candidate: the components of its reward (named numbers)
+    with their text, or the error if the scorer raised or returned no reward.
 
     The scorer gets all candidates together (`OfGroup`) or one at a time (`OfOne`, or a plain function without a time
     limit or bounds of its own). If a scorer of all candidates returns None for one, this one has no components. A sync

@@ -251,6 +251,11 @@ def _call_row(call: CallRecord) -> Row:
             logprobs += packer(f"<{n_logprobs}f").pack(*candidate.logprobs)
     # A packed id has 4 bytes. Answers of a provider have no ids, only the number of tokens that it reports.
     completion = len(token_ids) // 4 if token_ids else call.usage.completion_tokens
+    policy_name = None
+    policy_version = None
+    if call.policy is not None:
+        policy_name = call.policy.name
+        policy_version = call.policy.version
     return (
         call.id,
         call.episode,
@@ -263,8 +268,8 @@ def _call_row(call: CallRecord) -> Row:
         completion,
         call.app,
         call.model,
-        call.policy and call.policy.name,
-        call.policy and call.policy.version,
+        policy_name,
+        policy_version,
         call.started,
         # An imported trace may have a clock that stepped back.
         max(call.latency, 0.0),

@@ -35,6 +35,9 @@ PAGE = 200
 """Episodes fetched per query. Small pages, so that a slow reader does not hold a snapshot, which would keep SQLite from
 moving its log into the file."""
 
+_IDLE_READERS = 8
+"""Maximum number of connections that stay open for later reads."""
+
 _PATH = """
 WITH RECURSIVE path (id) AS (
     SELECT id FROM segments WHERE id = ?
@@ -171,7 +174,9 @@ class SqlStore(Store, Generic[Reader]):
         """Feedback texts by target and name. Targets without texts have an empty entry."""
         texts: dict[str, dict[str, str]] = {target: {} for target in targets}
         for part in in_parts(texts):
-            sql = f"SELECT target, name, text FROM {FEEDBACK} AND target IN ({','.join('?' * len(part))})"
+            marks = ",".join("?" * len(part))
+            # `FEEDBACK` ends with a condition: it leaves out texts whose reward was replaced later.
+            sql = f"SELECT target, name, text FROM {FEEDBACK} AND target IN ({marks})"
             for target, name, text in self._decode_rows(_decode_feedback, self.rows(sql, part)):
                 texts.setdefault(target, {})[name] = text
         return texts
@@ -252,7 +257,7 @@ class SqlStore(Store, Generic[Reader]):
         except BaseException:
             db.close()
             raise
-        if self._shut.alive and len(self._readers) < 8:
+        if self._shut.alive and len(self._readers) < _IDLE_READERS:
             self._readers.append(db)
         else:
             db.close()

@@ -333,13 +333,14 @@ def _copy_counters(target: Store, source: Store) -> None:
 
 def _is_genuine(source: Store, table: str, row: Row) -> bool:
     """Whether the id of a message or an image is the hash of its content. Other rows count as genuine."""
+    values = dict(zip(COLUMNS[table], row, strict=True))
     if table == "images":
-        id, data = (row[COLUMNS[table].index(column)] for column in ("id", "data"))
-        return isinstance(data, bytes) and image_id(data) == id
+        data = values["data"]
+        return isinstance(data, bytes) and image_id(data) == values["id"]
     if table == "messages":
-        id, text = (row[COLUMNS[table].index(column)] for column in ("id", "body"))
         try:
-            return has_address(id, join_images(msgspec.json.decode(text), source.image))
+            message = join_images(msgspec.json.decode(values["body"]), source.image)
+            return has_address(values["id"], message)
         except (msgspec.DecodeError, RecordError, TypeError, ValueError, RecursionError):
             return False
     return True
