@@ -216,12 +216,15 @@ class Trace:
         for activate in hooks.activators:
             activate()
         # Texts that the outer episode hides must not be stored here either.
-        inherited = outer.redaction.redactors if outer and outer.redaction else ()
+        redactors: list[Redactor] = []
+        if outer is not None and outer.redaction is not None:
+            redactors += outer.redaction.redactors
+        redactors += self._recording.redactors
         options: dict[str, Any] = {
             "workflow": self.name,
             "app": self._recording.app,
             "key": self._key,
-            "redactors": (*inherited, *self._recording.redactors),
+            "redactors": tuple(redactors),
             "prompts": self._prompts,
         }
         self._sink = self._recording.open_sink()

@@ -136,7 +136,8 @@ def _key(message: Mapping[str, Any]) -> Hashable:
     """
     content = message.get("content") or None
     tool_calls = message.get("tool_calls") or []
-    if not tool_calls and (content is None or (isinstance(content, str) and len(content) < _SHORT)):
+    is_short_text = content is None or (isinstance(content, str) and len(content) < _SHORT)
+    if is_short_text and not tool_calls:
         return (content,)
     calls: list[tuple[Any, Any] | None] = []
     for tool_call in tool_calls:

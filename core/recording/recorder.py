@@ -244,9 +244,12 @@ class LiveEpisode:
         self.redaction = Redaction(self.redactors, self.keep_token_ids, self.warn) if self.redactors else None
         """Changes records before they are stored. Scorers, responders and the application see the original values."""
         self._records = CallRecords(self.redaction, self._lock, self.warn)
-        prompting = None if self.prompts is None else Prompting(self.prompts)
-        self.prompting = prompting if prompting is not None and prompting.id else None
+        self.prompting: Prompting | None = None
         """Edits calls when they start; None without edits."""
+        if self.prompts is not None:
+            prompting = Prompting(self.prompts)
+            if prompting.id:  # empty if the prompts edit nothing
+                self.prompting = prompting
         self.gateway = ""
         """Address at which a child process reaches this episode, while `cotune.gateway()` is open."""
         self.forked = False

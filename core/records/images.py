@@ -89,7 +89,9 @@ def images_of(messages: Iterable[Any]) -> tuple[bytes, ...]:
         for url in _image_urls(message):
             image = decoded_image(url)
             if image is None:
-                scheme = url.partition(":")[0][:20] if isinstance(url, str) and ":" in url else "no address"
+                scheme = "no address"
+                if isinstance(url, str) and ":" in url:
+                    scheme = url.partition(":")[0][:20]
                 raise RequestRefused(
                     f"An image comes as {scheme!r} and not with its bytes; a policy fetches nothing.",
                     "Send it as data:image/png;base64,... (or jpeg, webp, gif).",

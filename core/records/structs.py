@@ -254,7 +254,9 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
         """Whether the episode reports that it solved its task: its metric `success` is at least 0.5, and it did not
         fail. None if it reports no success."""
         success = self.metrics.get("success")
-        return None if success is None else self.status == "ok" and success >= 0.5
+        if success is None:
+            return None
+        return self.status == "ok" and success >= 0.5
 
     @property
     def is_outcome(self) -> bool:

@@ -185,7 +185,9 @@ class Writer:
                     valid.append(record)
                 else:
                     broken.append(record)
-            left_out = dict(self.commit(valid, counts)) if valid or counts else {}
+            left_out: dict[str, Sequence[Record]] = {}
+            if valid or counts:
+                left_out.update(self.commit(valid, counts))
             left_out["lost"] = [*left_out.get("lost", ()), *broken]
             return left_out
 
