@@ -62,7 +62,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needing_tasks(self) -> str:
-        """A field that is given and means nothing without held-out tasks; empty where there is none."""
+        """The first field that is set and has no effect without held-out tasks; empty if there is none."""
         return next((name for name in ("keep_best", "patience") if getattr(self, name)), "")
 
 

@@ -26,7 +26,7 @@ class LastId(ProcessState):
         self.reset()
 
     def reset(self) -> None:
-        """Start anew, with a new lock. A forked child must not continue from its parent's last id."""
+        """Forget the last id, and make a new lock. A forked child must not continue from its parent's last id."""
         self.lock = threading.Lock()
         self.value = 0
 

@@ -325,8 +325,8 @@ class Writer:
         """The reason why nothing can be queued now; None if something can. If the queue is full, wait for room, up to
         `PUT_TIMEOUT`. With `may_overfill`, a queue that stays full is no reason.
         """
-        # Each call of the application waits here. So it does not wait while the disk fails, nor after a wait in vain
-        # until there is room again.
+        # A call of the application may wait here. So nobody waits while the disk fails. After one wait without success,
+        # nobody waits until there is room again.
         may_wait = not self._failing and not self._stalled
         if self._bytes > QUEUE_BYTES and may_wait:
             has_room = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PUT_TIMEOUT)
