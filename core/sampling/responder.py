@@ -151,8 +151,8 @@ class PolicyResponder:
         other calls on this loop do not wait.
         """
         earlier = call.earlier()
-        out = call.rewritten or call  # the request with edited prompts, if there are any
-        may_take_long = fixes_form(call.params, call.tools) or bytes_of(out.messages, INLINE) > INLINE
+        chat_request = call.rewritten or call  # the request with edited prompts, if there are any
+        may_take_long = fixes_form(call.params, call.tools) or bytes_of(chat_request.messages, INLINE) > INLINE
         if may_take_long:
             return await asyncio.to_thread(self.request, call, earlier)
         return self.request(call, earlier)
@@ -180,10 +180,10 @@ class PolicyResponder:
 
         Raises RequestRefused, and counts it, if the request asks for something that is not supported.
         """
-        out = call.rewritten or call  # the request with edited prompts, if there are any
+        chat_request = call.rewritten or call  # the request with edited prompts, if there are any
         episode = call.episode
         chat = self.chat_of(call.role)
-        requested = out.params
+        requested = chat_request.params
         try:
             # 1. The parameters.
             check_supported(requested)
@@ -208,7 +208,7 @@ class PolicyResponder:
             longest = self.longest(call.role)  # maximum tokens of prompt and reply
             if longest is not None:
                 render_arguments["most"] = longest - 1  # at least one token for the reply
-            prompt = chat.render(out.messages, tools_shown(requested, out.tools), **render_arguments)
+            prompt = chat.render(chat_request.messages, tools_shown(requested, chat_request.tools), **render_arguments)
             if longest is not None:
                 tokens_left = longest - len(prompt)
                 # `render` refuses by the template's own token ids. The reused earlier ids may be more.
@@ -219,8 +219,8 @@ class PolicyResponder:
                 params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, tokens_left))
 
             # 4. The form of the reply.
-            if fixes_form(requested, out.tools):
-                params = msgspec.structs.replace(params, grammar=chat.grammar(requested, out.tools, prompt))
+            if fixes_form(requested, chat_request.tools):
+                params = msgspec.structs.replace(params, grammar=chat.grammar(requested, chat_request.tools, prompt))
         except RequestRefused as error:
             episode.warn("refused", f"A request of role {call.role!r} is not supported.", error)
             raise
@@ -238,13 +238,13 @@ class PolicyResponder:
     def _template_options(self, call: LiveCall, chat: ChatFormat) -> dict[str, Any]:
         """The variables of the chat template for a call. Warns of variables that the template does not read. Raises
         RequestRefused for a request to continue the last message that also fixes the form of the reply."""
-        out = call.rewritten or call
-        options = template_options(out.params)
+        chat_request = call.rewritten or call
+        options = template_options(chat_request.params)
         for name in options:
             if not chat.reads(name):
                 call.episode.warn("unread_option", f"The model's chat template does not know {name}.")
-        if continues_reply(out.params, out.messages):
-            if fixes_structure(out.params, out.tools):
+        if continues_reply(chat_request.params, chat_request.messages):
+            if fixes_structure(chat_request.params, chat_request.tools):
                 raise RequestRefused(
                     "The request asks to continue the last message and to return a fixed form.",
                     "Ask for only one of the two: the form applies to a whole reply.",
