@@ -272,9 +272,9 @@ class CallRecords:
             if encoded_tools:
                 (tools_id,) = self._body_addresses(records, [encoded_tools], [redacted.tools])
             sent_request: dict[str, Any] = {}
-            if redacted.out is not None:
+            if redacted.edited_request is not None:
                 store_bodies = partial(self._body_addresses, records)
-                sent_request = sent_fields(call, message_ids, redacted.out, store_bodies)
+                sent_request = sent_fields(call, message_ids, redacted.edited_request, store_bodies)
             if grammar := sampling.get("grammar"):
                 encoded_grammar = canonical({"grammar": grammar})
                 (sampling["grammar"],) = self._body_addresses(records, [encoded_grammar], [grammar])
@@ -314,7 +314,7 @@ class CallRecords:
             attempts=call.attempts,
             error=error,
             answer=answer,
-            out=call.rewritten,
+            edited_request=call.rewritten,
         )
         return parts if self._redaction is None else self._redaction.call(parts)
 

@@ -51,7 +51,7 @@ class RedactedCall(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[str] = []
     error: str | None = None
     answer: Answer | None = None
-    out: Outgoing | None = None
+    edited_request: Outgoing | None = None
     """The request that was sent, if edits changed it."""
     changed: bool = False
     """Whether anything differs from the request and the answer."""
@@ -169,9 +169,9 @@ class Redaction:
         params = self.table(call.params)
         params_changed = params != call.params
         edited_request = None  # the request that was sent, if edits of the prompts have changed it
-        if call.out is not None:
-            edited_request = self._redact_request(call.out)
-        edited_request_changed = edited_request != call.out
+        if call.edited_request is not None:
+            edited_request = self._redact_request(call.edited_request)
+        edited_request_changed = edited_request != call.edited_request
         prompt_changed = messages_changed or tools_changed or edited_request_changed
 
         # 2. The answer. Its grammar was made from the tools and the parameters of the request that was sent.
@@ -194,18 +194,18 @@ class Redaction:
             attempts=[self.text(attempt) or "" for attempt in call.attempts],
             error=error,
             answer=answer,
-            out=edited_request,
+            edited_request=edited_request,
             changed=changed,
             tokens_withheld=prompt_changed and not self.keep_token_ids,
         )
 
-    def _redact_request(self, out: Outgoing) -> Outgoing:
+    def _redact_request(self, edited_request: Outgoing) -> Outgoing:
         """The request that was sent, after edits of its prompts, in the form that may be stored."""
-        tools, _ = self._redact_tools(out.tools)
+        tools, _ = self._redact_tools(edited_request.tools)
         return Outgoing(
-            messages=list(map(self.message, out.messages)),
+            messages=list(map(self.message, edited_request.messages)),
             tools=tools,
-            params=self.table(out.params),
+            params=self.table(edited_request.params),
         )
 
     def _redact_tools(self, tools: list[dict[str, Any]] | None) -> tuple[Any, bool]:
