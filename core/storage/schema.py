@@ -326,19 +326,21 @@ def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: byt
     for stored in _stored.decode(candidates):
         ids_end = ids_start + stored.tokens
         logprobs_end = logprobs_start + stored.logprobs
-        candidate = Candidate(
-            index=stored.index,
-            text=stored.text,
-            message=stored.message,
-            token_ids=all_ids[ids_start:ids_end],
-            logprobs=all_logprobs[logprobs_start:logprobs_end],
-            finish_reason=stored.finish_reason,
-            malformed=stored.malformed,
-            shown=stored.shown,
-            stop=stored.stop,
-        )
+        candidate_logprobs = all_logprobs[logprobs_start:logprobs_end]
         if is_lean:
-            candidate = _lean_candidate(candidate, n_tokens=stored.tokens)
+            candidate = _lean_candidate(stored, candidate_logprobs)
+        else:
+            candidate = Candidate(
+                index=stored.index,
+                text=stored.text,
+                message=stored.message,
+                token_ids=all_ids[ids_start:ids_end],
+                logprobs=candidate_logprobs,
+                finish_reason=stored.finish_reason,
+                malformed=stored.malformed,
+                shown=stored.shown,
+                stop=stored.stop,
+            )
         ids_start = ids_end
         logprobs_start = logprobs_end
         decoded.append(candidate)
@@ -353,13 +355,20 @@ def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: byt
     return replace(call, candidates=tuple(decoded))
 
 
-def _lean_candidate(candidate: Candidate, n_tokens: int) -> Candidate:
+def _lean_candidate(stored: StoredCandidate, logprobs: Any) -> Candidate:
     """A candidate without the content that takes memory. It shows only whether there is a text or a tool call, and how
     many tokens there are."""
-    tool_calls = candidate.message.get("tool_calls")
-    message = {"tool_calls": tool_calls[:1]} if tool_calls else {}
-    stand_in_ids = cast(tuple[int, ...], range(n_tokens))
-    return replace(candidate, text=candidate.text[:1], message=message, shown=None, token_ids=stand_in_ids)
+    tool_calls = stored.message.get("tool_calls")
+    return Candidate(
+        index=stored.index,
+        text=stored.text[:1],
+        message={"tool_calls": tool_calls[:1]} if tool_calls else {},
+        token_ids=cast(tuple[int, ...], range(stored.tokens)),
+        logprobs=logprobs,
+        finish_reason=stored.finish_reason,
+        malformed=stored.malformed,
+        stop=stored.stop,
+    )
 
 
 def episode_from(body: str, metrics: str) -> Episode:
