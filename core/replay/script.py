@@ -93,13 +93,15 @@ def read_script(store: Store, episode: str) -> Script:
     if not calls:
         raise RecordError(f"Episode {episode!r} has no recorded call.", "See the episodes with: cotune show.")
     for call in calls:
-        ids = [*call.messages, call.tools] if call.tools else call.messages
-        for id in ids:
+        body_ids = list(call.messages)
+        if call.tools:
+            body_ids.append(call.tools)
+        for id in body_ids:
             if id not in bodies:
                 bodies[id] = store.message(id)
-    ended = store.episode(episode)
+    episode_record = store.episode(episode)
     results: list[RecordedResult] = []
-    for result in ended.results:
+    for result in episode_record.results:
         value = store.message(result.value)["result"]
         results.append(RecordedResult(result.name, result.arguments, result.started, value))
     return Script(
@@ -107,9 +109,9 @@ def read_script(store: Store, episode: str) -> Script:
         calls=tuple(_script_call(store, call) for call in calls),
         bodies=bodies,
         results=tuple(results),
-        started=ended.started,
-        reads=stored_reads(store.message(ended.chance)) if ended.chance else (),
-        threads=ended.threads,
+        started=episode_record.started,
+        reads=stored_reads(store.message(episode_record.chance)) if episode_record.chance else (),
+        threads=episode_record.threads,
     )
 
 

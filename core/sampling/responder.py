@@ -129,7 +129,7 @@ class PolicyResponder:
         for candidate in candidates:
             is_cut = candidate.finish_reason == "length"
             lengths.append(Length(len(candidate.token_ids), params.max_tokens, truncated=is_cut))
-        attribution = self.own.get(call.role, self.attribution)
+        attribution = self.own.get(call.role, self.attribution)  # some roles have one of their own
         compared_rewards = attribute_siblings(rewards, call.role, attribution, lengths)
         select = "first" if plan is None else plan.select
         return Answer(
@@ -277,8 +277,8 @@ class PolicyResponder:
         for name in unknown_fields(requested):
             text = f"Role {call.role!r} asks for {name}, which policies do not know: it changes nothing."
             call.episode.warn("not_enforced", text)
-        # `override` holds the temperature and UNSHAPED. `cotune check` reports the temperature, so only UNSHAPED is
-        # warned of here.
+        # `override` holds the temperature and the parameters in UNSHAPED, such as `top_p`, which training turns off.
+        # `cotune check` reports the temperature, so this warns only of the others.
         for name, value in (self._override_of(call.role) or {}).items():
             if name in UNSHAPED and requested.get(name) not in (None, value):
                 text = f"Role {call.role!r} asks for {name} = {requested[name]}; it is sampled with {value:g}."
