@@ -185,17 +185,19 @@ def read_run(path: str | Path) -> RunDescription:
 
 
 def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
-    """A path of run.json if it exists; else its new path, if it moved together with the run folder `run`."""
+    """The present place of a file or folder that run.json names by `path`. It may have moved together with the run
+    folder, which is `run` now. `path` itself if it exists, or if nothing is found."""
     if Path(path).exists() or not Path(path).is_absolute():
         return path
-    possible = [run.parent / Path(path).name]
+    possible_paths: list[Path] = []
     old_run = described.get("run")
     if old_run:
         # The whole project may have moved: then the path is the same as before, seen from the run folder.
-        possible.insert(0, run / os.path.relpath(path, old_run))
-    for moved in possible:
-        if moved.exists():
-            return str(moved.resolve())
+        possible_paths.append(run / os.path.relpath(path, old_run))
+    possible_paths.append(run.parent / Path(path).name)  # or it was moved next to the run folder
+    for possible_path in possible_paths:
+        if possible_path.exists():
+            return str(possible_path.resolve())
     return path
 
 

@@ -273,7 +273,11 @@ def copy(source: Store, target: Store, progress: Callable[[str, int], None], lim
                 copied.stored += len(genuine) - lost
                 copied.lost += lost
             progress(table, len(rows_or_keys))
-    _copy_counters(target, source)
+
+    # The source's counters get names that contain the source, so that a second copy replaces them.
+    source_name = address(source.address.encode())[:16]
+    counters = {f"{counter} of {source_name}": count for counter, count in source.counters().items()}
+    sql_target.act(lambda transaction: transaction.set_counters(counters))
     return copied
 
 
@@ -321,14 +325,6 @@ def load(store: Store, table: str, rows: Sequence[Row]) -> int:
     has been consumed."""
     sql_store = _in_sql(store)
     return sql_store.act(lambda transaction: transaction.load(table, rows))
-
-
-def _copy_counters(target: Store, source: Store) -> None:
-    """Add the counters of the source to the target, under names that contain the source: a second copy replaces
-    them."""
-    name = address(source.address.encode())[:16]
-    counters = {f"{counter} of {name}": count for counter, count in source.counters().items()}
-    _in_sql(target).act(lambda transaction: transaction.set_counters(counters))
 
 
 def _is_genuine(source: Store, table: str, row: Row) -> bool:
