@@ -342,10 +342,10 @@ class CallRecords:
     def _message_addresses(self, sent: list[SentMessage], stored: list[Any], records: list[Record]) -> tuple[str, ...]:
         """The content addresses of a call's messages. `sent` are the messages as the application sent them, `stored`
         the same messages in the form that may be stored. Messages that are not stored yet are added to `records`."""
-        # The address of a redacted message is the hash of its redacted form, so the sent messages do not have it. Nor do
-        # they belong to the stored ones if the list has changed: scorers see it as `call.messages`.
-        has_other_messages = self._redaction is not None or len(sent) != len(stored)
-        if has_other_messages:
+        # The stored messages are others than the sent ones after redaction, and if a scorer has changed the list, which
+        # it sees as `call.messages`. Then addresses of sent messages are of no use.
+        are_others = self._redaction is not None or len(sent) != len(stored)
+        if are_others:
             return self._body_addresses(records, list(map(canonical, stored)), stored)
 
         # The first messages may be from an earlier call, which has set their addresses (`_reuse_messages`).
