@@ -116,8 +116,8 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         self.fuse_layers(network.get_input_embeddings().weight.device)
         self.checkpointing = Checkpointing(network)
         self.images = ImageInputs(network.config.name_or_path) if sees_images(network.config) else None
-        wanted = settings.shared_prompts and self.images is None
-        self.shares = wanted and attends_over_trees(network, flex=self._flex)
+        may_share = settings.shared_prompts and self.images is None
+        self.shares = may_share and attends_over_trees(network, flex=self._flex)
         """Whether a pass computes common beginnings of its rows only once: the settings ask for it, and the model can
         do it."""
         logits = network.get_output_embeddings().weight.shape[0]
@@ -154,13 +154,14 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         self._head = Head(self.network.get_output_embeddings().weight) if dtype == "bfloat16" else None
 
     def use_copies(self, copies: AdapterCopies) -> None:
-        """Refresh `copies` before each pass: layers now compute with their adapters in one step
-        (`products.join_layers`). Autocast is then only needed for other weights in another precision."""
+        """Compute with `copies` of the adapters in the precision of passes, which are refreshed before each pass. The
+        layers must have been changed to use them (`products.join_layers`)."""
         self._copies = copies
         copied: set[int] = set()
         for layer in copies.layers:
             copied.update(id(parameter) for parameter in layer.lora_A.parameters())
             copied.update(id(parameter) for parameter in layer.lora_B.parameters())
+        # Only weights without a copy may still be in another precision than the passes.
         self._autocast = self._needs_autocast(p for p in self.network.parameters() if id(p) not in copied)
 
     def prepare(self, rows: Sequence[TrainRow]) -> PassInputs:

@@ -95,12 +95,13 @@ def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
     # `common[rank]` is the number of first tokens that this sequence shares with the one before it in `order`.
     order, common = _sort_paths(arrays)
 
+    # 1. Add one sequence after the other, the longest first: the sequence that a shorter one branches off is then in
+    # the tree already.
     paths: list[Ints] = [np.empty(0, np.int64)] * len(order)
     segments: list[Segment] = []
     segment_of_token: list[int] = []
     segment_tokens: list[Ints] = []
     added_ranks: list[int] = []  # sorted
-    # Add the longest sequences first: the sequence that a shorter one branches off is then in the tree already.
     for rank in sorted(range(len(order)), key=lambda rank: -len(sequences[order[rank]])):
         sequence = order[rank]
         nearest_rank, shared = _nearest_sequence(added_ranks, rank, common)
@@ -117,6 +118,7 @@ def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
         paths[sequence] = np.concatenate([ancestors, np.arange(start, end)])
         insort(added_ranks, rank)
 
+    # 2. The depth of each token, and its place in the walk.
     depths = []
     for segment in segments:
         depth = len(segment.ancestors)
@@ -151,16 +153,21 @@ def _nearest_sequence(added_ranks: Sequence[int], rank: int, common: Ints) -> tu
     sorted. `common` [n] has how many first tokens each sequence shares with the one before it in this order. Returns
     the rank and the number of shared tokens; two zeros if nothing is shared.
     """
-    # Sequences further away in lexicographic order never share more, so the nearest one is the next in the tree, before
-    # or after this rank. Two sequences share the minimum of `common` over the ranks between them.
+
+    def shared_tokens(earlier: int, later: int) -> int:
+        """Return the number of first tokens that the sequences of two ranks share: the least that any two neighbours in
+        the order share, from one rank to the other."""
+        return int(common[earlier + 1 : later + 1].min())
+
+    # Sequences further away in the order never share more, so the nearest one is the next in the tree, before or after.
     at = bisect(added_ranks, rank)
     candidates = [(0, 0)]  # (shared tokens, rank)
     if at:
         before = added_ranks[at - 1]
-        candidates.append((int(common[before + 1 : rank + 1].min()), before))
+        candidates.append((shared_tokens(before, rank), before))
     if at < len(added_ranks):
         after = added_ranks[at]
-        candidates.append((int(common[rank + 1 : after + 1].min()), after))
+        candidates.append((shared_tokens(rank, after), after))
     shared, nearest_rank = max(candidates)
     return nearest_rank, shared
 

@@ -182,14 +182,15 @@ class UpdateTokens:
         pass] are the results of the pass, on its device: log-probabilities and entropies under the trained weights, and
         log-probabilities under the untrained ones.
         """
+        # 1. The tokens that count, as indices into the tensors of the update [N], and the number of each one's row.
         device = new.device
         tokens_of_pass = self.indices_of(rows)
         counted = self.counted[tokens_of_pass]
-        at = tokens_of_pass[counted]  # [N] indices into the tensors of the update
+        at = tokens_of_pass[counted]
         row_in_pass = torch.arange(len(rows)).repeat_interleave(self.lengths[torch.tensor(rows)])
 
-        # [N] indices into the results of the pass. They are computed on the CPU: a mask on the GPU would make the host
-        # wait for the number of tokens.
+        # 2. The same tokens as indices into the results of the pass [N]. They are computed on the CPU: a mask on the
+        # GPU would make the host wait for the number of tokens.
         at_in_pass = to_device(counted.nonzero().squeeze(1), device)
         new_counted = new.index_select(0, at_in_pass)
         current = new_counted.detach()
@@ -199,6 +200,7 @@ class UpdateTokens:
             stored = self.old.index_select(0, to_device(at, self.old.device))
             old = torch.where(stored.isnan(), current, stored)
 
+        # 3. The log-probabilities that the KL penalty compares with: the teacher's, or the untrained policy's.
         reference: Tensor | None = None
         if self._teacher is not None:
             reference = to_device(self._teacher[at], device)

@@ -32,12 +32,14 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
     Returns the base of each policy by the policy's name, and under "" the run's own base, for all other policies.
     Nothing is loaded for NO_MODEL. Raises ConfigError.
     """
+    # 1. The place of each model: its folder on this machine, or its Hugging Face id.
     policies_of_model = {model: names for model, names in config.bases.items() if model != NO_MODEL}
-    # The folder of a model on this machine, or its Hugging Face id.
     folders: dict[str, str] = {}
     for model in policies_of_model:
         is_local = Path(model).expanduser().exists()
         folders[model] = str(locate_model(model, weights=False)) if is_local else model
+
+    # 2. Load the templates and the lengths.
     try:
         formats = {folders[model]: config.tool_formats[model] for model in policies_of_model}
         with without_torch(formats):
@@ -49,6 +51,8 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
             first_policy = next(iter(policies_of_model.values()))[0]
             raise of_policy(error, first_policy) from None
         raise
+
+    # 3. The bases by policy.
     bases: dict[str, CheckedBase] = {}
     for model, names in policies_of_model.items():
         base = CheckedBase(folders[model], templates[folders[model]], contexts[folders[model]])

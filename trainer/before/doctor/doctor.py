@@ -163,8 +163,8 @@ def judge_machine(machine: Machine, cluster: ClusterConfig, extra: str = "") -> 
     """Yield findings on the machine, compared with the needs of any run. `extra` is the extra of cotune that installs
     the engine of the run; empty if there is none."""
     yield Finding("ok", "python", f"{machine.python} on {machine.system}")
-    yield Finding("ok", "processor", f"{machine.cores} cores, {machine.free_memory_gb:.1f} of "
-                  f"{machine.memory_gb:.1f} GB memory free")  # fmt: skip
+    memory = f"{machine.free_memory_gb:.1f} of {machine.memory_gb:.1f} GB memory free"
+    yield Finding("ok", "processor", f"{machine.cores} cores, {memory}")
     yield from _package_findings(machine, cluster, extra)
     if machine.gpus:
         for index, gpu in enumerate(machine.gpus):
@@ -180,26 +180,26 @@ def judge_machine(machine: Machine, cluster: ClusterConfig, extra: str = "") -> 
     yield _resource_finding(
         "shared memory",
         f"{machine.shared_gb:.1f} GB free",
-        not cluster.on_ray or machine.shared_gb >= _LEAST_SHARED_GB,
-        "Ray keeps its objects there: docker run --shm-size=8g, or mount /dev/shm larger.",
+        is_enough=not cluster.on_ray or machine.shared_gb >= _LEAST_SHARED_GB,
+        remedy="Ray keeps its objects there: docker run --shm-size=8g, or mount /dev/shm larger.",
     )
     yield _resource_finding(
         "disk for runs",
         f"{machine.disk_gb:.1f} GB free",
-        machine.disk_gb >= _LEAST_DISK_GB,
-        "Free some, or write runs elsewhere with --out.",
+        is_enough=machine.disk_gb >= _LEAST_DISK_GB,
+        remedy="Free some, or write runs elsewhere with --out.",
     )
     yield _resource_finding(
         "temporary files",
         f"{machine.temporary_gb:.1f} GB free",
-        machine.temporary_gb >= _LEAST_DISK_GB,
-        "Free some, or set TMPDIR.",
+        is_enough=machine.temporary_gb >= _LEAST_DISK_GB,
+        remedy="Free some, or set TMPDIR.",
     )
     yield _resource_finding(
         "open files",
         f"limit {machine.open_files}",
-        machine.open_files >= _LEAST_OPEN_FILES,
-        f"Many episodes at once need more: ulimit -n {_LEAST_OPEN_FILES}.",
+        is_enough=machine.open_files >= _LEAST_OPEN_FILES,
+        remedy=f"Many episodes at once need more: ulimit -n {_LEAST_OPEN_FILES}.",
     )
     if machine.loopback:
         yield Finding("blocks", "ports", f"none can be opened on 127.0.0.1: {machine.loopback}", "Allow loopback.")
@@ -207,8 +207,10 @@ def judge_machine(machine: Machine, cluster: ClusterConfig, extra: str = "") -> 
         yield Finding("ok", "ports", "can be opened on 127.0.0.1")
 
 
-def _resource_finding(about: str, text: str, enough: bool, remedy: str) -> Finding:
-    return Finding("ok", about, text) if enough else Finding("warns", about, text, remedy)
+def _resource_finding(about: str, text: str, *, is_enough: bool, remedy: str) -> Finding:
+    if is_enough:
+        return Finding("ok", about, text)
+    return Finding("warns", about, text, remedy)
 
 
 def judge_forecast(

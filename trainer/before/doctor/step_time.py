@@ -250,12 +250,13 @@ def _rollout_seconds(
     number_bytes = 2 if on_gpu else 4
     weights = size.rounded_bytes(heads=1) if size.rounded else float(number_bytes * size.parameters)
     cached = sequences * (prompt + answer / 2) * size.cache_values * number_bytes
-    operations = 2.0 * size.parameters * sequences
+    reading = (weights + cached) / rates.bandwidth
+    multiplying = 2.0 * size.parameters * sequences / rates.operations
     if on_gpu:
-        launches = LAYER_SECONDS["vllm" if config.engine == "vllm" else "transformers"] * size.layers
+        launching = LAYER_SECONDS["vllm" if config.engine == "vllm" else "transformers"] * size.layers
     else:
-        launches = CPU_LAYER_SECONDS * size.layers
-    step_seconds = max(launches, (weights + cached) / rates.bandwidth, operations / rates.operations)
+        launching = CPU_LAYER_SECONDS * size.layers
+    step_seconds = max(launching, reading, multiplying)
 
     # 2. The answers that do not fit next to each other wait for another round. Each prompt is computed once (prefill).
     rounds = math.ceil(answers / sequences)

@@ -70,11 +70,14 @@ def _on_all_ranks(work: Callable[[], Models]) -> Models:
 
 
 def _share_attention(models: Models) -> None:
-    """Let all ranks use the attention of rank 0, which has tried it with the weights."""
+    """Let all ranks use the attention of rank 0. It has tried the attention over trees with the weights, which other
+    ranks do not have yet."""
     modules = distinct_networks(models.values())
-    tried: list[Any] = [(m.shares, m._flex, m.network.config._attn_implementation) for m in modules]
-    dist.broadcast_object_list(tried, 0)
-    for module, (shares, flex, attention) in zip(modules, tried, strict=True):
+    choices: list[Any] = []  # for each network: `shares`, `_flex`, and the name of its attention in transformers
+    for module in modules:
+        choices.append((module.shares, module._flex, module.network.config._attn_implementation))
+    dist.broadcast_object_list(choices, 0)  # the other ranks' choices are replaced
+    for module, (shares, flex, attention) in zip(modules, choices, strict=True):
         module.shares = shares
         module._flex = flex
         if module.network.config._attn_implementation != attention:

@@ -300,7 +300,10 @@ class PassSizes:
             for checkpointed, bytes_of_token in token_bytes.items():
                 tokens = self._least_of_ranks(room.planned / bytes_of_token, model)
                 fitting_tokens[checkpointed] = tokens
-                wanted_tokens[checkpointed] = _pass_tokens(settings, tokens, model.device.type)
+                if settings.micro_batch_tokens == "auto":
+                    wanted_tokens[checkpointed] = auto_tokens(tokens, model.device.type)
+                else:
+                    wanted_tokens[checkpointed] = settings.micro_batch_tokens
             self._sizes[network].adapt(
                 fitting_tokens,
                 wanted_tokens,
@@ -342,12 +345,6 @@ class PassSizes:
         # Ranks share gradients and moments evenly.
         reserved = (most_gradients + new_moments) // self._group.size + int(self._fixed)
         return _free_room(next(iter(self._policies.values())), self._settings, reserved)
-
-
-def _pass_tokens(settings: LearnerSettings, fit: int, device: str) -> int:
-    """Return the wanted number of tokens of a pass, if `fit` tokens fit into memory."""
-    wanted = settings.micro_batch_tokens
-    return auto_tokens(fit, device) if wanted == "auto" else wanted
 
 
 def auto_tokens(fit: float, device: str) -> int:

@@ -205,7 +205,8 @@ class FakeGpu:
         self.tokens = tokens
         monkeypatch.setattr(pass_size, "_free_room", self._room)
         monkeypatch.setattr(pass_size.PassMemory, "planned", lambda memory, checkpointed: KIB)
-        monkeypatch.setattr(pass_size, "_pass_tokens", lambda settings, fit, device: pass_size.auto_tokens(fit, "cuda"))
+        auto_tokens = pass_size.auto_tokens
+        monkeypatch.setattr(pass_size, "auto_tokens", lambda fit, device: auto_tokens(fit, "cuda"))
 
     def _room(self, *_: object) -> pass_size.Room:
         return pass_size.Room(KIB * self.tokens, KIB * self.tokens, "the memory that is free")
