@@ -41,8 +41,8 @@ class Stream(torch.cpu.Stream):  # type: ignore[misc]
 class HostWaits(TorchDispatchMode):  # type: ignore[misc]
     """Keeps the names of operators in which the host waits for the GPU. Copies to the host give zeros, `item` gives 1.
 
-    Copies to the GPU are kept too, unless they are `non_blocking`. Tensors of the CPU stay real, so the host can
-    compute with their numbers.
+    Copies to the GPU are kept too, unless they are `non_blocking` and from pinned memory. Tensors of the CPU stay real,
+    so the host can compute with their numbers.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class HostWaits(TorchDispatchMode):  # type: ignore[misc]
     @property
     def for_numbers(self) -> list[str]:
         """Those in which the host needs numbers of the GPU: all but the copies to it."""
-        return [name for name in self.names if " to the GPU " not in name]
+        return [name for name in self.names if " to the GPU" not in name]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,12 +66,21 @@ class HostWaits(TorchDispatchMode):  # type: ignore[misc]
         if func is aten._local_scalar_dense.default and on_gpu:
             self._note(func, "reads a number")
             return 1.0 if args[0].dtype.is_floating_point else 1
+        if func is aten._pin_memory.default:
+            with no_dispatch():
+                pinned = args[0].clone()
+            pinned.is_pinned_memory = True
+            return pinned
         if func is aten._to_copy.default and on_gpu and device == torch.device("cpu"):
-            self._note(func, "to the CPU")
+            if not kwargs.get("non_blocking"):
+                self._note(func, "to the CPU")
             with no_dispatch():
                 return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        if func is aten._to_copy.default and to_gpu and args[0].is_cpu and not kwargs.get("non_blocking"):
-            self._note(func, "to the GPU")
+        if func is aten._to_copy.default and to_gpu and args[0].is_cpu:
+            if not kwargs.get("non_blocking"):
+                self._note(func, "to the GPU")
+            elif not hasattr(args[0], "is_pinned_memory"):
+                self._note(func, "to the GPU from memory that is not pinned")
         if func is aten.copy_.default and on_gpu and not isinstance(args[0], FakeTensor):
             self._note(func, "to the CPU")
             return args[0]
@@ -99,6 +108,7 @@ def fake_gpu(free: int = 64 << 30, total: int = 80 << 30) -> Iterator[HostWaits]
     guards = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     cuda_guard = guards[CUDA]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    waits = HostWaits()
     answers = {
         "is_available": lambda: True,
         "_lazy_init": lambda: None,
@@ -108,7 +118,7 @@ def fake_gpu(free: int = 64 << 30, total: int = 80 << 30) -> Iterator[HostWaits]
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda *_: None,
-        "synchronize": lambda *_: None,
+        "synchronize": lambda *_: waits.names.append("synchronize"),
         "Stream": Stream,
         "Event": torch.cpu.Event,
         "stream": torch.cpu.stream,
@@ -129,7 +139,6 @@ def fake_gpu(free: int = 64 << 30, total: int = 80 << 30) -> Iterator[HostWaits]
         if not guards[CUDA]:
             guards[CUDA] = guards[META]  # the guard of "meta" does nothing
         try:
-            waits = HostWaits()
             with fake, waits:
                 yield waits
         finally:

@@ -109,6 +109,10 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     tensors = _tensors((*args, *kwargs.values()))
     on_gpu = any(isinstance(tensor, OnGpu) for tensor in tensors)
+    if func is aten._pin_memory.default:
+        pinned = args[0].clone()
+        pinned.is_pinned_memory = True
+        return pinned
     if device is None and not on_gpu:
         return func(*args, **kwargs)
     if func is aten._fused_sdp_choice.default and on_gpu:
@@ -155,7 +159,8 @@ def _note_wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_gpu:
         target = kwargs.get("device")
         down = on_gpu and target is not None and torch.device(target).type == "cpu"
         up = not on_gpu and target is not None and torch.device(target).type in (*GPU, "meta")
-        counts = (down or up) and not kwargs.get("non_blocking")
+        from_pinned_memory = down or hasattr(args[0], "is_pinned_memory")
+        counts = (down or up) and not (kwargs.get("non_blocking") and from_pinned_memory)
     elif func is aten.copy_.default:
         crosses = isinstance(args[0], OnGpu) != isinstance(args[1], OnGpu)
         counts = crosses and not (kwargs.get("non_blocking") or args[2:3] == (True,))
@@ -244,7 +249,7 @@ def pretend(free: int = 64 << 30, total: int = 80 << 30) -> None:
         "memory_allocated": lambda *_: 0,
         "memory_reserved": lambda *_: 0,
         "empty_cache": lambda: None,
-        "synchronize": lambda *_: None,
+        "synchronize": lambda *_: waits.append("synchronize"),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)

@@ -27,6 +27,7 @@ from cotune.algorithms.samples import Floats, TrainRow
 from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, LearnerError, RunError
 from cotune.integrations.models.bfloat16 import LARGE
+from cotune.integrations.models.device_copies import begin_copy_to_host, to_device, wait_for_copies
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.storage.token_figures import CandidateTokens
@@ -41,7 +42,6 @@ from cotune.trainer.learner.batching import (
     tokens_of,
 )
 from cotune.trainer.learner.critic import Critic
-from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, clip_gradients, total_norm
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import needing_untrained
@@ -344,8 +344,13 @@ class LocalLearner:
             model = self._model(policy)
             one_batch = [range(len(rows))]
 
+            def begin_states(inputs: PassInputs) -> Tensor:
+                return begin_copy_to_host(model.states(inputs))
+
             def compute_states() -> dict[int, Tensor]:
-                return dict(self._map_responses(model, rows, one_batch, lambda inputs: model.states(inputs).cpu()))
+                states = dict(self._map_responses(model, rows, one_batch, begin_states))
+                wait_for_copies(model.device)  # once for all passes
+                return states
 
             return self._passes[policy].run_in_memory(compute_states)
 
@@ -461,8 +466,8 @@ class LocalLearner:
             return None
         logprobs = self._logprobs(model, rows, [batch for batch in batches if batch])
         if not has_mask:
-            is_in_first_batch = torch.isin(tokens.row, torch.tensor(mini_batches[0]).long()).to(logprobs.device)
-            logprobs.masked_fill_(is_in_first_batch, torch.nan)
+            is_in_first_batch = torch.isin(tokens.row, torch.tensor(mini_batches[0]).long())
+            logprobs.masked_fill_(to_device(is_in_first_batch, logprobs.device), torch.nan)
         return logprobs
 
     def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Batches) -> Tensor:

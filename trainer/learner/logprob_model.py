@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from cotune.algorithms.samples import TrainRow
 from cotune.config.learner import LearnerSettings
 from cotune.errors import LearnerError
+from cotune.integrations.models.device_copies import to_device
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.trainer.learner.attention_trial import prefers_flex
 from cotune.trainer.learner.batching import tokens_of
-from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.fused_layers import fuse_layers
 from cotune.trainer.learner.logprobs import Head, token_logprobs

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cotune.integrations.models.bfloat16 import exact_product, pack
+from cotune.integrations.models.device_copies import to_device
 from cotune.integrations.models.float32 import product, widened_product
-from cotune.trainer.learner.device import to_device
 
 FORBIDDEN = -1e9
 """The logit of a token that a grammar forbids, and of padding. Its probability is 0 in fp32. Unlike -inf, 0 times it

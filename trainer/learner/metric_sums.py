@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cotune.trainer.learner.device import to_device
+from cotune.integrations.models.device_copies import to_device
 from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.loss import LossParts, Tokens
 
@@ -117,10 +117,13 @@ class MetricSums:
         was_counted = group.max(torch.tensor([float(name in self._sums) for name in names])).tolist()
 
         # All ranks must exchange tensors of the same shape, so figures that this rank has not counted are zeros.
-        zeros = torch.zeros(len(self._names), dtype=torch.float64)
-        of_rank = {name: self._sums.get(name, zeros).double().cpu() for name in names}
-        sums = group.sum(torch.stack([of_rank[name] for name in SUMS]))  # [figures, roles]
-        maxima = group.max(torch.stack([of_rank[name] for name in MAXIMA]))
+        device = next(iter(self._sums.values())).device if self._sums else None
+        zeros = torch.zeros(len(self._names), dtype=torch.float64, device=device)
+        stacked = torch.stack([self._sums.get(name, zeros).double() for name in names])  # [figures, roles]
+        # One copy for all figures, so that the host waits for the device only once.
+        of_rank = stacked.cpu()
+        sums = group.sum(of_rank[: len(SUMS)])
+        maxima = group.max(of_rank[len(SUMS) :])
 
         over_ranks: dict[str, Tensor] = {}
         for name, counted, values in zip(names, was_counted, torch.cat([sums, maxima]), strict=True):

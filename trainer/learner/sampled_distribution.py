@@ -14,9 +14,9 @@ import torch
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError, SamplerError
 from cotune.integrations.models.chat.grammar import Grammars
+from cotune.integrations.models.device_copies import to_device
 from cotune.integrations.models.folder.folder import count_token_ids, read_tokenizer
 from cotune.trainer.learner.batching import lengths_of
-from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.logprobs import LogitShaping
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from cotune.algorithms.samples import TrainRow
 from cotune.config.learner import LearnerSettings
@@ -38,15 +39,19 @@ class LocalTeacher:
 
     def _logprobs_in_passes(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """Compute the log-probabilities of each row's response tokens, in passes of the present size."""
-        logprobs_by_row: dict[int, npt.NDArray[np.float32]] = {}
-        for row_numbers in micro_batches(rows, range(len(rows)), self._size.tokens, self._model.shares):
-            rows_of_pass = [rows[number] for number in row_numbers]
-            logprobs, _ = self._model(rows_of_pass)
-            # One copy for the whole pass, so that the host waits for the device only once.
-            by_row = logprobs.cpu().split(lengths_of(rows_of_pass))
-            for number, logprobs_of_row in zip(row_numbers, by_row, strict=True):
-                logprobs_by_row[number] = logprobs_of_row.numpy()
-        return [logprobs_by_row[number] for number in range(len(rows))]
+        if not rows:
+            return []
+        row_numbers: list[int] = []  # in the order of the passes
+        logprobs_of_passes: list[Tensor] = []
+        for numbers_of_pass in micro_batches(rows, range(len(rows)), self._size.tokens, self._model.shares):
+            logprobs, _ = self._model([rows[number] for number in numbers_of_pass])
+            row_numbers += numbers_of_pass
+            logprobs_of_passes.append(logprobs)
+
+        # One copy for all passes, so that the host waits for the device only once.
+        by_row = torch.cat(logprobs_of_passes).cpu().split(lengths_of([rows[number] for number in row_numbers]))
+        logprobs_by_row = dict(zip(row_numbers, by_row, strict=True))
+        return [logprobs_by_row[number].numpy() for number in range(len(rows))]
 
 
 def check_tokenizers(teacher: str, tokenizer: Any, models: Mapping[str, str]) -> None:

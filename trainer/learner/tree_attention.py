@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from cotune.trainer.learner.device import to_device
+from cotune.integrations.models.device_copies import to_device
 from cotune.trainer.learner.token_tree import Block, TokenTree, attention_blocks, hidden_keys, token_tree
 
 NAME = "cotune_tree"

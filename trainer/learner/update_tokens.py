@@ -16,9 +16,9 @@ from torch import Tensor
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import Floats, TrainRow
 from cotune.errors import GroupError
+from cotune.integrations.models.device_copies import to_device
 from cotune.storage.token_figures import CandidateTokens
 from cotune.trainer.learner.batching import lengths_of
-from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.loss import Tokens, kept_by_mask, logit_gradients, row_weights
 from cotune.trainer.learner.metric_sums import MetricSums

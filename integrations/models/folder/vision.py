@@ -68,6 +68,8 @@ class ImageInputs:
         """
         import torch
 
+        from cotune.integrations.models.device_copies import to_device
+
         inputs = self._processed(tuple(images))
         placeholders = _placeholder_ids(self._processor())
         is_image = [int(id in placeholders) for id in token_ids]
@@ -78,14 +80,12 @@ class ImageInputs:
 
         pass_inputs = {}
         for name, value in inputs.items():
-            if name in _TEXT:
-                continue
-            # An ordinary copy would wait until the GPU has computed all passes before this one.
-            pass_inputs[name] = value.to(network.device, non_blocking=True) if torch.is_tensor(value) else value
+            if name not in _TEXT:
+                pass_inputs[name] = to_device(value, network.device) if torch.is_tensor(value) else value
         # Some networks also take a flag for each token: whether it stands for an image.
         parameters = inspect.signature(network.base_model.forward).parameters
         for name in parameters.keys() & {"token_type_ids", "mm_token_type_ids"}:
-            pass_inputs[name] = torch.tensor([is_image]).to(network.device, non_blocking=True)
+            pass_inputs[name] = to_device(torch.tensor([is_image]), network.device)
         return pass_inputs
 
     def _processed(self, images: tuple[bytes, ...]) -> dict[str, Any]:

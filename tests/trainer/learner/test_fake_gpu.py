@@ -102,8 +102,8 @@ def test_flex_attention_is_called_on_the_gpu(gpu: HostWaits, monkeypatch: pytest
     assert gpu.names == []
 
 
-def test_a_teacher_waits_for_the_gpu_once_per_pass(gpu: HostWaits) -> None:
-    teacher = LocalTeacher("fake", change(FAST, device="cuda", dtype="bfloat16"))
+def test_a_teacher_waits_for_the_gpu_once(gpu: HostWaits) -> None:
+    teacher = LocalTeacher("fake", change(FAST, device="cuda", dtype="bfloat16", micro_batch_tokens=12))
     gpu.names.clear()
     scores = teacher.logprobs(make_rows())
     assert [len(score) for score in scores] == [len(row.response_ids) for row in make_rows()]
