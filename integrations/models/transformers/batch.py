@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from cotune.integrations.models.chat.grammar import Grammars
+from cotune.integrations.models.device_copies import to_device
 from cotune.integrations.models.folder.folder import count_token_ids
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.integrations.models.transformers.attention import (
@@ -238,12 +239,12 @@ class Batch:
         logits = torch.empty((len(sources), first_logits.shape[1]), dtype=first_logits.dtype, device=self.device)
         for prefill_pass in passes:
             self._fill_rows(prefill_pass, prompt_lengths, source_numbers, new_rows)
-            logits[torch.as_tensor(prefill_pass.members, device=self.device)] = prefill_pass.logits
+            logits[to_device(prefill_pass.members, self.device)] = prefill_pass.logits
         for i, job in enumerate(jobs):
             rows_of_job = new_rows[job_numbers == i]
             self.state.put(rows_of_job, job, self.grammars)
         self._refresh_derived()
-        return logits[torch.as_tensor(source_numbers, device=self.device)], new_rows
+        return logits[to_device(source_numbers, self.device)], new_rows
 
     def _fill_rows(
         self,
@@ -262,9 +263,9 @@ class Batch:
         pass_row_of_prompt[prefill_pass.members] = np.arange(len(prefill_pass.members))
         pass_rows = pass_row_of_prompt[source_numbers]  # [candidates]
         in_pass = pass_rows >= 0
-        source_rows = torch.as_tensor(pass_rows[in_pass], device=self.device)
-        target_rows = torch.as_tensor(new_rows[in_pass], device=self.device)
-        lengths = torch.as_tensor(prompt_lengths[source_numbers[in_pass]], device=self.device)
+        source_rows = to_device(pass_rows[in_pass], self.device)
+        target_rows = to_device(new_rows[in_pass], self.device)
+        lengths = to_device(prompt_lengths[source_numbers[in_pass]], self.device)
         self.cache.fill(target_rows, prefill_pass.cache, source_rows, lengths)
         if prefill_pass.shift is not None:
             self.cache.shift(target_rows, prefill_pass.shift[source_rows])
@@ -416,7 +417,7 @@ class Batch:
             self._last_tokens[: len(smaller)] = smaller
         if moved.any():
             # One copy to the device for both.
-            to_rows, from_rows = torch.as_tensor(np.stack([positions[moved], live[moved]]), device=self.device)
+            to_rows, from_rows = to_device(np.stack([positions[moved], live[moved]]), self.device)
             self._last_tokens[to_rows] = self._last_tokens[from_rows]
         self.rows = rows
         return new_rows
@@ -438,7 +439,7 @@ class Batch:
         greedy = temperature == 0
 
         def tensor(values: npt.NDArray[Any]) -> Tensor:
-            return torch.as_tensor(values, device=self.device).unsqueeze(1)
+            return to_device(values, self.device).unsqueeze(1)
 
         return RowParams(
             temperature=tensor(np.where(greedy, np.float32(1), np.maximum(temperature, COLDEST))),
@@ -482,8 +483,6 @@ class Batch:
 
         uniform = self._next_uniforms(chosen_rows)
         chunk_rows = max(1, DRAW_ELEMENTS // logits.shape[1])
-        if params.top is not None:
-            self._record_likeliest(logits, rows, params, chunk_rows)
         token_chunks = []
         logprob_chunks = []
         for start in range(0, len(logits), chunk_rows):
@@ -497,11 +496,15 @@ class Batch:
         if chosen_rows is None:
             self._last_tokens[: self.rows, 0] = tokens
         else:
-            self._last_tokens[torch.as_tensor(chosen_rows, device=self.device), 0] = tokens
-        # One copy to the host for both, because the host waits for the device at each copy: log-probabilities travel as
-        # the integers with the same bits.
-        drawn = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
-        return self._record(rows, tokens=drawn[0].astype(np.int64), logprobs=drawn[1].view(np.float32))
+            self._last_tokens[to_device(chosen_rows, self.device), 0] = tokens
+        # One copy to the host for everything, because the host waits for the device at each copy.
+        asking_rows = self._rows_with_likeliest(rows, params, chunk_rows)
+        likeliest_on_device = [self._likeliest_tokens(logits, params, chunk_of_rows) for chunk_of_rows in asking_rows]
+        drawn, *likeliest_of_chunks = _copy_to_host([(tokens, logprobs), *likeliest_on_device])
+        for chunk_of_rows, (top_ids, top_logprobs) in zip(asking_rows, likeliest_of_chunks, strict=True):
+            self._record_likeliest(rows[chunk_of_rows], top_ids, top_logprobs)
+        drawn_ids, drawn_logprobs = drawn
+        return self._record(rows, drawn_ids, drawn_logprobs)
 
     def _next_uniforms(self, chosen_rows: npt.NDArray[np.int64] | None) -> Tensor:
         """Random numbers in [0, 1) to draw the next token of the chosen rows (None: all rows), [rows, 1].
@@ -513,38 +516,47 @@ class Batch:
         counts = self.state["count"]
         if chosen_rows is not None:
             numbers = uniforms(streams[chosen_rows], counts[chosen_rows])
-            return torch.as_tensor(numbers, device=self.device).unsqueeze(1)
+            return to_device(numbers, self.device).unsqueeze(1)
         if self._uniforms is None or self._uniforms_used == UNIFORM_STEPS:
             positions = counts[: self.rows, None] + np.arange(UNIFORM_STEPS)  # [rows, UNIFORM_STEPS]
             numbers = uniforms(streams[: self.rows, None], positions)
-            self._uniforms = torch.as_tensor(numbers, device=self.device)
+            self._uniforms = to_device(numbers, self.device)
             self._uniforms_used = 0
         column = self._uniforms_used
         self._uniforms_used += 1
         return self._uniforms[:, column : column + 1]
 
-    def _record_likeliest(
-        self, logits: Tensor, rows: npt.NDArray[np.int64], params: RowParams, chunk_rows: int
-    ) -> None:
-        """Append the likeliest next tokens, with log-probabilities, to the jobs of the rows that ask for them.
+    def _rows_with_likeliest(
+        self, rows: npt.NDArray[np.int64], params: RowParams, chunk_rows: int
+    ) -> list[npt.NDArray[np.int64]]:
+        """The live rows whose likeliest tokens were requested, as indices into `rows`, in chunks of `chunk_rows`."""
+        if params.top is None:
+            return []
+        asking = np.flatnonzero((params.top > 0) & self.state["alive"][rows])
+        return [asking[start : start + chunk_rows] for start in range(0, len(asking), chunk_rows)]
 
-        `logits` [rows, vocabulary] and `params` are of the same rows. At most `chunk_rows` rows are computed at once.
-        """
+    def _likeliest_tokens(
+        self, logits: Tensor, params: RowParams, chosen: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        """The likeliest next tokens of the `chosen` rows of `logits` [rows, vocabulary], and their log-probabilities,
+        both [chosen, most requested tokens]."""
+        assert params.top is not None
+        index = to_device(chosen, self.device)
+        return likeliest(logits[index], params.rows(index), int(params.top[chosen].max()))
+
+    def _record_likeliest(
+        self, rows: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+    ) -> None:
+        """Append the likeliest next tokens of the rows, with log-probabilities, to their jobs. `ids` and `logprobs` are
+        [rows, most requested tokens]."""
         state = self.state
-        counts = params.top
-        assert counts is not None
-        asking = np.flatnonzero((counts > 0) & state["alive"][rows])
-        for start in range(0, len(asking), chunk_rows):
-            chunk = asking[start : start + chunk_rows]
-            index = torch.as_tensor(chunk, device=self.device)
-            ids, logprobs = likeliest(logits[index], params.rows(index), int(counts[chunk].max()))
-            for i, ids_of_row, logprobs_of_row in zip(chunk, ids.tolist(), logprobs.tolist(), strict=True):
-                top = []
-                for id, logprob in zip(ids_of_row[: counts[i]], logprobs_of_row, strict=False):
-                    if logprob > -np.inf:  # the token can be drawn
-                        top.append((id, logprob))
-                job = state["job"][rows[i]]
-                job.top[state["candidate"][rows[i]]].append(tuple(top))
+        for row, ids_of_row, logprobs_of_row in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+            requested = state["top"][row]
+            top = []
+            for id, logprob in zip(ids_of_row[:requested], logprobs_of_row, strict=False):
+                if logprob > -np.inf:  # the token can be drawn
+                    top.append((id, logprob))
+            state["job"][row].top[state["candidate"][row]].append(tuple(top))
 
     def _record(
         self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
@@ -600,7 +612,7 @@ class Batch:
         # Keep the states for later prompts. Prompts with different images can have the same token ids.
         if not job.params.images:
             tokens = job.prompt + drawn[:-1]  # the model has never read the last token
-            self.prefixes.insert((self, job.adapter_id), tokens, partial(self.cache.read, row))
+            self.prefixes.insert((self, job.adapter_id), tokens, partial(self.cache.read, row, len(tokens)))
         job.open -= 1
         return None if job.open else job
 
@@ -624,3 +636,24 @@ class Batch:
                 end_of_reply = self.tokenizer.decode(state["token"][row, first:count].tolist())
                 stopped[i] = any(stop_string in end_of_reply for stop_string in params.stop)
         return stopped
+
+
+def _copy_to_host(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+    """Copy pairs of token ids and their float32 log-probabilities, which have the same shape, in one copy."""
+    ids = torch.cat([ids_of_pair.flatten() for ids_of_pair, _ in pairs])
+    logprobs = torch.cat([logprobs_of_pair.flatten() for _, logprobs_of_pair in pairs])
+    # Log-probabilities travel as the integers with the same bits.
+    copied = torch.stack((ids.int(), logprobs.view(torch.int32))).cpu().numpy()
+    copied_ids = copied[0].astype(np.int64)
+    copied_logprobs = copied[1].view(np.float32)
+
+    copied_pairs = []
+    start = 0
+    for ids_of_pair, _ in pairs:
+        part = slice(start, start + ids_of_pair.numel())
+        shape = tuple(ids_of_pair.shape)
+        copied_pairs.append((copied_ids[part].reshape(shape), copied_logprobs[part].reshape(shape)))
+        start = part.stop
+    return copied_pairs

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from cotune.integrations.models.device_copies import to_device
+
 COLUMNS = 64
 """Columns are allocated in multiples of this number. After a move, at least half as many are free, so that moves are
 rare."""
@@ -255,8 +257,8 @@ class RowCache(Cache):
         device = self.starts.device
         old_columns = slice(window.first, window.end)
         new_columns = slice(end - self.width, end)
-        source = torch.as_tensor(live, device=device)
-        target = torch.as_tensor(positions, device=device)
+        source = to_device(live, device)
+        target = to_device(positions, device)
         # Usually the live rows are the first ones and stay there. Then a copy of a slice is enough.
         live_rows_are_first = np.array_equal(live, np.arange(len(live)))
         no_row_moves = live_rows_are_first and np.array_equal(live, positions)
@@ -325,9 +327,10 @@ class RowCache(Cache):
         """Add `by` [rows] to the positions of all further tokens in these rows."""
         self.shifts[rows] = by
 
-    def read(self, row: int, start: int, stop: int) -> list[Tensor]:
-        """Copy keys and values of tokens [start, stop) of a row, in the order of layers; each [heads, tokens, dim]."""
-        first = int(self.starts[row])
+    def read(self, row: int, length: int, start: int, stop: int) -> list[Tensor]:
+        """Copy keys and values of tokens [start, stop) of a row with `length` tokens, in the order of layers; each
+        [heads, tokens, dim]."""
+        first = self.window.end - length  # as in `starts`, which is on the device
         part = slice(first + start, first + stop)
         buffers = (buffer for layer in self.layers for buffer in layer.buffers())
         return [buffer[row, :, part].clone(memory_format=torch.contiguous_format) for buffer in buffers]
@@ -338,8 +341,8 @@ class RowCache(Cache):
             return
         w = self.window
         device = self.starts.device
-        source = torch.as_tensor(from_rows, device=device)
-        target = torch.as_tensor(to_rows, device=device)
+        source = to_device(from_rows, device)
+        target = to_device(to_rows, device)
         for layer in self.layers:
             if layer.is_initialized:
                 for buffer in layer.buffers():

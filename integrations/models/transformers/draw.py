@@ -4,7 +4,7 @@ biases and penalties may change its logits before."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cotune.integrations.models.chat.grammar import Grammars, Matcher
+from cotune.integrations.models.device_copies import to_device
 from cotune.sampling.protocol import SamplingParams
 
 
@@ -42,21 +43,39 @@ class LogitChanges:
         self._counts[token] += 1
         return self.matcher is None or self.matcher.consume(token)
 
-    def apply_biases_and_penalties(self, logits: Tensor) -> None:
-        """Apply biases and penalties to the logits [vocabulary] of this row, in place."""
-        if self.bias:
-            biased_tokens = [token for token, _ in self.bias]
-            biases = [bias for _, bias in self.bias]
-            logits[biased_tokens] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
-        # The repetition penalty counts the tokens of the prompt too, the other penalties only drawn tokens.
-        if self.repetition != 1.0 and (present := sorted(self._prompt | set(self._counts))):
-            value = logits[present]
-            logits[present] = torch.where(value > 0, value / self.repetition, value * self.repetition)
-        if (self.frequency or self.presence) and self._counts:
-            tokens = list(self._counts)
-            counts = list(self._counts.values())
-            penalty = self.frequency * torch.tensor(counts, dtype=torch.float32) + self.presence
-            logits[tokens] -= penalty.to(logits)
+    def penalized_as_repeated(self) -> frozenset[int]:
+        """The tokens with a repetition penalty: unlike the other penalties, it counts the tokens of the prompt too."""
+        return self._prompt.union(self._counts) if self.repetition != 1.0 else frozenset()
+
+    def penalties(self) -> dict[int, float]:
+        """By drawn token, the number that frequency and presence penalties subtract from its logit."""
+        if not (self.frequency or self.presence):
+            return {}
+        frequency, presence = np.float32(self.frequency), np.float32(self.presence)
+        return {token: float(frequency * np.float32(count) + presence) for token, count in self._counts.items()}
+
+
+class _LogitEntries:
+    """Single logits of a batch, by row and token, and a number for each."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._tokens: list[int] = []
+        self._numbers: list[float] = []
+
+    def add(self, row: int, tokens: Collection[int], numbers: Collection[float]) -> None:
+        self._rows += [row] * len(tokens)
+        self._tokens += tokens
+        self._numbers += numbers
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def copy_to(self, logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Copy the entries to the device of the logits: the indices of rows and tokens, and the numbers."""
+        rows, tokens = to_device(np.array([self._rows, self._tokens]), logits.device)
+        numbers = to_device(np.array(self._numbers, np.float32), logits.device)
+        return (rows, tokens), numbers.to(logits.dtype)
 
 
 def change_logits(logits: Tensor, rows: Sequence[LogitChanges | None]) -> None:
@@ -70,15 +89,42 @@ def change_logits(logits: Tensor, rows: Sequence[LogitChanges | None]) -> None:
         for matcher, bits_of_row in zip(matchers.values(), bits, strict=True):
             matcher.allowed(bits_of_row)  # writes one bit for each token
         allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        forbidden = torch.from_numpy(allowed == 0).to(logits.device)  # [matchers, vocabulary]
+        forbidden = to_device(allowed == 0, logits.device)  # [matchers, vocabulary]
         if len(matchers) == len(rows):
             logits.masked_fill_(forbidden, -torch.inf)  # in place, without a copy of the rows
         else:
-            index = torch.tensor(list(matchers), device=logits.device)
+            index = to_device(np.array(list(matchers)), logits.device)
             logits[index] = logits[index].masked_fill(forbidden, -torch.inf)
-    for i, row in enumerate(rows):
-        if row is not None:
-            row.apply_biases_and_penalties(logits[i])
+    _apply_biases_and_penalties(logits, rows)
+
+
+def _apply_biases_and_penalties(logits: Tensor, rows: Sequence[LogitChanges | None]) -> None:
+    """Apply the biases and penalties of the rows to `logits` [rows, vocabulary], in place.
+
+    The host collects those of all rows first: a copy to a GPU for each row would take longer than the changes.
+    """
+    biases = _LogitEntries()
+    repetitions = _LogitEntries()
+    penalties = _LogitEntries()
+    for number, row in enumerate(rows):
+        if row is None:
+            continue
+        biases.add(number, [token for token, _ in row.bias], [bias for _, bias in row.bias])
+        repeated = row.penalized_as_repeated()
+        repetitions.add(number, repeated, [row.repetition] * len(repeated))
+        penalty_of_token = row.penalties()
+        penalties.add(number, penalty_of_token.keys(), penalty_of_token.values())
+
+    if biases:
+        at, added = biases.copy_to(logits)
+        logits[at] += added
+    if repetitions:
+        at, factors = repetitions.copy_to(logits)
+        repeated_logits = logits[at]
+        logits[at] = torch.where(repeated_logits > 0, repeated_logits / factors, repeated_logits * factors)
+    if penalties:
+        at, subtracted = penalties.copy_to(logits)
+        logits[at] -= subtracted
 
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

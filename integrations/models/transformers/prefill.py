@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from cotune.integrations.models.device_copies import to_device
 from cotune.integrations.models.transformers.prefixes import Ids, Prefix, States, common_length
 
 LEAST_SAVED_TOKENS = 256
@@ -104,10 +104,10 @@ def prefill(
         inputs = image_inputs
     else:
         positions = (mask.cumsum(1) - 1).clip(0)[:, past:]  # [prompts, n_computed]
-        inputs = {"position_ids": torch.as_tensor(positions, device=model.device)}
+        inputs = {"position_ids": to_device(positions, model.device)}
     out = model(
-        input_ids=torch.as_tensor(ids, device=model.device),
-        attention_mask=None if mask.all() else torch.as_tensor(mask, device=model.device),
+        input_ids=to_device(ids, model.device),
+        attention_mask=None if mask.all() else to_device(mask, model.device),
         **inputs,
         **{cache_argument(model): cache},
         use_cache=True,
