@@ -6,8 +6,8 @@ them to its workers (`send`, `Receiver`). Rank 0 keeps no versions: it can send 
 at any time, also to an engine that has restarted.
 
 Each transfer has a process group of its own: rank 0 is the learner, and the other ranks are the workers of one engine.
-It uses NCCL if both sides compute on GPUs of their own, and gloo otherwise. Each wait has a limit, except the start of
-NCCL itself, so a side that is lost is an error on the other sides. The engine then reads the same weights from Ray's
+It uses NCCL if both sides compute on GPUs of their own, and gloo otherwise. Each wait has a limit, so a side that is
+lost or cannot be reached is an error on the other sides. The engine then reads the same weights from Ray's
 object store and gives them to its workers as files. That needs the machine of rank 0, but not its process.
 """
 
@@ -17,6 +17,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypedDict
@@ -42,6 +43,8 @@ CONNECT_SECONDS = 10.0
 """How long connecting to rank 0 may take. torch tries twice."""
 STALL_SECONDS = 30.0
 """How long joining the group or one tensor may take."""
+START_SECONDS = 60.0
+"""How long NCCL may take to connect all ranks."""
 FETCH_SECONDS = 600.0
 """How long Ray may take to bring weights from the learner's machine to this one."""
 
@@ -268,8 +271,8 @@ def transfer_group(ticket: Ticket, rank: int, device: torch.device, groups: Nccl
 
     _begin_together(store, rank, size)
     if ticket["backend"] == "gloo":
-        wait = timedelta(seconds=STALL_SECONDS)
-        yield TransferGroup(dist.ProcessGroupGloo(store, rank, size, wait))
+        limit = timedelta(seconds=STALL_SECONDS)
+        yield TransferGroup(dist.ProcessGroupGloo(store, rank, size, limit))
         leave_together()  # a rank that leaves closes its connections
         return
 
@@ -277,12 +280,45 @@ def transfer_group(ticket: Ticket, rank: int, device: torch.device, groups: Nccl
     with torch.cuda.device(device):
         group = groups.make(store, rank, size)
         try:
+            _start_nccl(group, device)
             yield TransferGroup(group)
             leave_together()
+        except NcclStartTimeout:
+            raise  # `abort` might wait for the start too
         except BaseException:
             group.abort()
             raise
         group.shutdown()
+
+
+class NcclStartTimeout(TimeoutError):
+    """NCCL has not connected all ranks in time."""
+
+
+def _start_nccl(group: Any, device: torch.device) -> None:
+    """Let NCCL connect all ranks, which it does for the first broadcast. Raises NcclStartTimeout, and NCCL's errors.
+
+    NCCL waits without a limit for a rank that it cannot reach, for example because it has chosen another network
+    interface than that rank. Nothing ends its wait, so this waits in a thread that is left behind.
+    """
+    started: Future[None] = Future()
+
+    def connect() -> None:
+        try:
+            with torch.cuda.device(device):
+                TransferGroup(group).broadcast(torch.zeros(1, device=device))
+            started.set_result(None)
+        except BaseException as error:  # noqa: BLE001
+            started.set_exception(error)
+
+    threading.Thread(target=connect, name="start-nccl", daemon=True).start()
+    if wait([started], START_SECONDS).not_done:
+        raise NcclStartTimeout(
+            f"NCCL has not connected the learner with the engine within {START_SECONDS:g} s. Name the network "
+            'interface between their machines: set NCCL_SOCKET_IFNAME in [cluster.env]. NCCL_DEBUG = "INFO" there '
+            "shows which one NCCL has chosen"
+        )
+    started.result()
 
 
 def _begin_together(store: dist.Store, rank: int, size: int) -> None:
@@ -304,7 +340,7 @@ def _begin_together(store: dist.Store, rank: int, size: int) -> None:
 
 def connect_store(host: str, port: int) -> dist.TCPStore:
     """Connect to rank 0's store. Each transfer needs a connection of its own: a wait blocks all other calls."""
-    wait = timedelta(seconds=CONNECT_SECONDS)
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    limit = timedelta(seconds=CONNECT_SECONDS)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     store.set_timeout(timedelta(seconds=STALL_SECONDS))  # NCCL's ranks wait in it for rank 0
     return store

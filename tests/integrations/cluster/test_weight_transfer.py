@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -255,7 +256,7 @@ class PretendedNccl:
 
     def wait(self, limit: Any) -> None:
         self.calls.append(f"wait {limit.total_seconds():.0f}")
-        if self.calls.count("broadcast") == 3:
+        if self.calls.count("broadcast") == 4:  # of the start and three tensors
             raise RuntimeError("NCCL found an error")
 
     def abort(self) -> None:
@@ -282,8 +283,33 @@ def test_a_group_of_nccl_waits_with_a_limit_and_is_ended(
         send(weights, ticket, CPU, NcclGroups())
     (group,) = PretendedNccl.made
     assert (group.blocking, group.timeout) == ("1", weight_transfer.STALL_SECONDS)
-    assert group.calls == ["broadcast", "wait 30"] * tensors + end
+    assert group.calls == ["broadcast", "wait 30"] * (1 + tensors) + end
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def test_nccl_that_does_not_connect_is_an_error_after_the_limit(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    class Unconnected(PretendedNccl):
+        def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+            self.calls.append("broadcast")
+            released.wait(60)
+            return super().broadcast(tensors, options)
+
+    PretendedNccl.made = []
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Unconnected, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: memoryview(b""))
+    monkeypatch.setattr(weight_transfer, "START_SECONDS", 0.2)
+    ticket = new_ticket(Offer("", 0.0, {"a": (2,)}, HOST, store.port, "cuda"), 0, "cuda")
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"set NCCL_SOCKET_IFNAME in \[cluster.env\]"):
+        send({"a": np.zeros(2, np.float32)}, ticket, CPU, NcclGroups())
+    assert time.monotonic() - started < 10
+    (group,) = PretendedNccl.made
+    assert group.calls == ["broadcast"]
+    released.set()
 
 
 def test_groups_made_at_the_same_time_leave_the_environment_as_it_was(
