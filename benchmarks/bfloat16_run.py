@@ -1,7 +1,7 @@
 """Trains an example to its end in bfloat16, with the precision of a GPU on a CPU.
 
     python -m benchmarks.bfloat16_run plan_path --out build/bfloat16-plan-path
-    python -m benchmarks.bfloat16_run word_problems --out build/bfloat16-word-problems
+    python -m benchmarks.bfloat16_run word_problems --no-evaluation --out build/bfloat16-word-problems
 
 The engine holds and computes everything in bfloat16, as on a GPU. The learner has bfloat16 weights and float32 adapters
 under autocast. Logits are float32 on both sides: see `benchmarks.gap`. A publication whose gap is above `probe_bound`
