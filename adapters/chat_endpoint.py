@@ -138,19 +138,21 @@ class ChatEndpoint:
         others = {name: value for name, value in body.items() if name not in ChatRequest.__struct_fields__}
         call = self._start_call(request, others, checked_key(header(scope, b"x-cotune-key")))
         try:
-            content, kind = await unless_gone(receive, functools.partial(self._answer, request, call))
+            content, content_type = await unless_gone(receive, functools.partial(self._answer, request, call))
         except ClientGone:
             self.counts["disconnected"] += 1
             self._record_failure(call, "cancelled", "the client went away")
             return
         except RequestError as error:
-            self._record_failure(call, "timeout" if error.status == 504 else "error", error.message)
+            is_timeout = error.status == 504
+            self._record_failure(call, "timeout" if is_timeout else "error", error.message)
             raise
         except BaseException as error:
             self._record_failure(call, "cancelled", type(error).__name__)
             raise
         self.counts["ok"] += 1
-        headers = {"content-type": kind, "x-cotune-policy": quote(str(self.find(request.model).policy), safe="@ ")}
+        policy = self.find(request.model).policy
+        headers = {"content-type": content_type, "x-cotune-policy": quote(str(policy), safe="@ ")}
         if request.stream:
             headers["cache-control"] = "no-cache"
         if self._recording is not None:

@@ -255,6 +255,10 @@ def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
             model = f"./{policy.folder}" if policy.folder else policy.base.model
             vllm.append(shlex.join(["vllm", "serve", model, "--served-model-name", *roles]))
     # The first server gets vLLM's default port.
+    # The first server gets vLLM's default port.
+    # The first server gets vLLM's default port.
+    # The first server gets vLLM's default port.
+    # The first server gets vLLM's default port.
     for number in range(1, len(vllm)):
         vllm[number] += f" --port {_VLLM_PORT + number}"
     return {"cotune": ["cotune serve ."], "vllm": vllm}

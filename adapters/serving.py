@@ -230,7 +230,14 @@ def serving_local(
 
     with running(open_app, host=host, port=port, token=token, name="cotune-serve") as server:
         local, names = server.opened
-        yield Endpoint(f"{server.url}/v1", server.port, local, names, server, answers.prompts)
+        yield Endpoint(
+            url=f"{server.url}/v1",
+            port=server.port,
+            local=local,
+            names=names,
+            _running=server,
+            prompts=answers.prompts,
+        )
 
 
 def serve(

@@ -394,13 +394,17 @@ class ChatTemplate:
             self._count("cached")
             return cached
         text = self._template(messages, tools, options)
-        if most is not None and len(text) > most * self._longest_token:
-            raise _too_long(f"{len(text)} characters", most)
+        if most is not None:
+            most_characters = most * self._longest_token
+            if len(text) > most_characters:
+                raise _too_long(f"{len(text)} characters", most)
         self._count("rendered")
-        if count := len(MARKED.findall(text)):
+        n_plain_tokens = len(MARKED.findall(text))
+        if n_plain_tokens:
             with self._lock:
-                self.counts["plain_control_tokens"] += count
-            if self.counts["plain_control_tokens"] == count:
+                self.counts["plain_control_tokens"] += n_plain_tokens
+            is_first_time = self.counts["plain_control_tokens"] == n_plain_tokens
+            if is_first_time:
                 log.warning("A message holds special tokens of the model as text, such as <|im_end|>: they stay text.")
         return _Rendered(key, text)
 

@@ -46,14 +46,15 @@ class ChildServer:
         closing = asyncio.Event()
         threading.Thread(target=self._end_with_application, args=(loop, closing), daemon=True).start()
         try:
-            self._sampler = await load_object("factory", source.factory, "my_engine:open")(**source.arguments)
+            open_sampler = load_object("factory", source.factory, "my_engine:open")
+            self._sampler = await open_sampler(**source.arguments)
         except CotuneError as error:
             self._pipe.send(error)
             return
         except Exception as error:  # noqa: BLE001
             self._pipe.send(SamplerError(f"The sampler did not start: {error_line(error)}.", "Read its log above."))
             return
-        self._pipe.send(None)
+        self._pipe.send(None)  # it serves
 
         # Reading and writing block, so two threads do it and never the event loop.
         writer = threading.Thread(target=self._write, daemon=True)
@@ -62,7 +63,7 @@ class ChildServer:
         await closing.wait()
         await self._sampler.aclose()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
-        self._answers.put(None)
+        self._answers.put(None)  # ends the writing thread
         await asyncio.to_thread(writer.join)
 
     def _read(self, loop: asyncio.AbstractEventLoop, closing: asyncio.Event) -> None:

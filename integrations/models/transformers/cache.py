@@ -312,14 +312,14 @@ class RowCache(Cache):
         Prompt i has `lengths[i]` tokens. It is in row `source_rows[i]` of `source`, padded on the left, and is copied
         to row `rows[i]`.
         """
-        w = self.window
+        end = self.window.end  # all rows end in the same column
         for layer, prefilled in zip(self.layers, source.layers, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(prefilled.keys, prefilled.values)
-            columns = slice(w.end - prefilled.keys.shape[2], w.end)
-            for buffer, prompt in zip(layer.buffers(), (prefilled.keys, prefilled.values), strict=True):
-                buffer[:, :, columns].index_copy_(0, rows, prompt.index_select(0, source_rows))
-        self.starts[rows] = w.end - lengths
+            columns = slice(end - prefilled.keys.shape[2], end)
+            for buffer, states in zip(layer.buffers(), (prefilled.keys, prefilled.values), strict=True):
+                buffer[:, :, columns].index_copy_(0, rows, states.index_select(0, source_rows))
+        self.starts[rows] = end - lengths
         self.shifts[rows] = 0
         self._write_bias(rows)
 

@@ -75,9 +75,14 @@ def write_shared(folders: SharedFolders, name: str, policy: PolicyRef, weights: 
         if lora is None:
             model_folder.write_tensors(folder, weights)
         else:
-            # PEFT wants names of modules: `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` is `q_proj`.
-            modules = tuple({key.split(".lora_")[0].rsplit(".", 1)[-1] for key in weights})
-            model_folder.write_adapter(folder, weights, msgspec.structs.replace(lora, targets=modules), "")
+            # PEFT wants the names of modules, such as q_proj. It is the part before `lora_A` or `lora_B` in the name of
+            # a weight: `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
+            modules = set()
+            for weight_name in weights:
+                module_path, _, _ = weight_name.partition(".lora_")
+                modules.add(module_path.rpartition(".")[2])
+            spec = msgspec.structs.replace(lora, targets=tuple(modules))
+            model_folder.write_adapter(folder, weights, spec, base="")
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise SamplerError(f"{policy} cannot be written to {folder}: {error}.", "Free space there.") from error

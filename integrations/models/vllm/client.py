@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,11 +97,10 @@ class VllmClient:
         answer = await self._request("GET", path)
         if answer.status_code in (401, 403):
             raise self.refused(f"needs a key ({path} answered {answer.status_code})", "Put it into VLLM_API_KEY.")
-        try:
-            if answer.is_success:
+        if answer.is_success:
+            # Another server may answer in another form, which is refused below.
+            with contextlib.suppress(msgspec.DecodeError):
                 return msgspec.json.decode(answer.content, type=kind)
-        except msgspec.DecodeError:
-            pass
         fault = f"is not a vLLM server ({path} answered {answer.status_code}: {_message(answer.content)})"
         raise self.refused(fault, "Name the address of a vLLM server.")
 
