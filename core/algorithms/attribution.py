@@ -207,7 +207,7 @@ def reward_failures(
         outcome_rewards: [n] weighted sum of the outcome's components; NaN if one is missing.
         outcome_counts: [n] whether any component of the outcome has a weight for the sample's role.
 
-    Returns both arrays with the failures.
+    Returns copies of both arrays, with the failures.
     """
     rewards = outcome_rewards.copy()
     counts = outcome_counts.copy()

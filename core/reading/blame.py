@@ -306,7 +306,7 @@ def _what_would_decide(blame: Blame) -> str:
     tasks = plural(blame.more_tasks, "more task")
     n_tasks = blame.roles[0].score.n if blame.roles else LEAST_TASKS
     if n_tasks < LEAST_TASKS:
-        return f"a role is named on {LEAST_TASKS} tasks or more, so run {tasks}"
+        return f"with fewer than {LEAST_TASKS} tasks no role is named; run {tasks}"
     return f"about {tasks} would decide"
 
 

@@ -171,7 +171,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
         cells = cells_of_task[id]
         cells_with_episodes += sum(cell.episodes > 0 for cell in cells)
         rows.append(TaskRow(id=id, episodes=task.episodes, value=task.mean, draws=draws.of_task.get(id), cells=cells))
-    # In the mean of the tasks, fewer than two steps to compare.
+    # On average, a task has episodes in fewer than two columns: the map would show no change.
     is_sparse = cells_with_episodes < 2 * len(rows)
     return TaskPage(
         rows=tuple(rows),
