@@ -38,7 +38,13 @@ from cotune.trainer.before.answers.recorded import RecordedAnswers
 from cotune.trainer.before.answers.responder import CheckResponder
 from cotune.trainer.before.check import findings as run_findings
 from cotune.trainer.before.check.bases import NO_MODEL, CheckedBase, base_findings, load_bases
-from cotune.trainer.before.check.invented import invented_findings, invented_roles
+from cotune.trainer.before.check.invented import (
+    TaskNames,
+    invented_findings,
+    invented_roles,
+    names_of_tasks,
+    task_name_findings,
+)
 from cotune.trainer.before.check.prompts import prompt_findings, use_findings
 from cotune.trainer.before.check.report import CheckLimits, CheckReport, GroupCheck, IdleCheck
 from cotune.trainer.before.check.runs import Run, Runner, TaskRuns
@@ -72,7 +78,8 @@ def check(
 
     A task runs three to eight times, then twice at once, or three times twice at once if these runs fail. If an answer
     contains the name of a role, the task runs up to two times more with another name. A task whose first run makes no
-    call runs once, and one whose runs reach the time limit runs twice.
+    call runs once, and one whose runs reach the time limit runs twice. With drawn answers the next task then runs once,
+    for the names of its roles.
 
     `workflow`, `tasks`, `config` and `settings` are the arguments of `train`; `model` is the model to train, whose
     tokenizer counts the prompts' tokens. Answers are drawn, unless `answers` names a small model, "provider" for the
@@ -97,7 +104,7 @@ def check(
             async with answers_of_runs(answers, subject, call_tools, say) as responder:
                 runner = Runner(subject.flow, store, responder, watch, say, limits, at_once, offline)
                 with open_store(f"{folder}/renamed.db") as renamed:
-                    return await _run_tasks(subject, runner, renamed, ask_judge=answers is None)
+                    return await _run_tasks(subject, runner, renamed, are_drawn=answers is None)
 
         runs = run_sync(run_tasks())
         training = _forecast_training(subject, runs, store, watch)
@@ -149,6 +156,8 @@ class CheckedRuns:
     """The calls that the report shows, with the calls of a judge that is a role of the run."""
     invented: Sequence[str]
     """Roles whose names an answer invented."""
+    task_names: TaskNames | None
+    """Roles that are named after their task."""
     team: Mapping[str, float]
     """The outcome of the runs, by component."""
 
@@ -207,30 +216,35 @@ def _read_input(
     )
 
 
-async def _run_tasks(subject: Subject, runner: Runner, renamed: Store, *, ask_judge: bool) -> CheckedRuns:
-    """Run the first tasks. With `ask_judge`, a judge that is a role of the run is asked for its calls, too.
+async def _run_tasks(subject: Subject, runner: Runner, other_store: Store, *, are_drawn: bool) -> CheckedRuns:
+    """Run the first tasks. If answers are drawn (`are_drawn`), a judge that is a role of the run is asked for its
+    calls, too, and one more task runs once, for the names of its roles.
 
-    Runs with other names in their answers are recorded in the store `renamed`.
+    That run, and runs with other names in their answers, are recorded in the store `other_store`.
     """
     flow, store = subject.flow, runner.store
     tasks = [await runner.run(task) for task in subject.tasks[: runner.limits.limit]]
     calls: list[CallRecord] = []
     for runs_of_task in tasks:
         calls += runs_of_task.calls
-    if ask_judge:
+    if are_drawn:
         calls += await calls_of_judge(flow, tasks, store, runner.responder(0))
     invented: list[str] = []
     for runs_of_task in tasks:
-        for role in await invented_roles(runner, runs_of_task, renamed):
+        for role in await invented_roles(runner, runs_of_task, other_store):
             if role not in invented:
                 invented.append(role)
+    task_names = None
+    more_tasks = subject.tasks[runner.limits.limit :]
+    if are_drawn and more_tasks and any(runs_of_task.shown.ended for runs_of_task in tasks):
+        task_names = await names_of_tasks(runner, tasks, more_tasks[0], other_store)
 
     # The components of the outcomes of all runs. From the last run to the first, so that the first run's values stay.
     team: dict[str, float] = {}
     for runs_of_task in reversed(tasks):
         for run in reversed(runs_of_task.all):
             team.update(run.outcome.rewards)
-    runs = CheckedRuns(tasks=tasks, calls=calls, invented=invented, team=team)
+    runs = CheckedRuns(tasks=tasks, calls=calls, invented=invented, task_names=task_names, team=team)
     # A dry run does not ask the judge for its judgements: every episode gets the reward 0 from it.
     if flow.episode_judge is not None:
         team["judge"] = 0.0
@@ -329,6 +343,7 @@ def _find_all(
     ]
     unlisted = [role for role in runs.invented if role not in config.roles]
     findings += invented_findings(unlisted, config, subject.able)
+    findings += task_name_findings(runs.task_names, config, subject.able)
     if subject.prompts is not None:
         findings += use_findings(store, calls, subject.prompts)
     findings += prompt_findings(store)

@@ -1,5 +1,5 @@
-"""Roles whose names a model invents: an application that lets a model write its agents has as many roles as the model
-finds names."""
+"""Roles whose names are not fixed: an application that lets a model name its agents, or names them after its tasks, has
+as many roles as there are names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
+import msgspec
+
 from cotune.config.train import TrainConfig
 from cotune.recording.recorder import LiveCall
-from cotune.records.structs import CallRecord
+from cotune.records.structs import CallRecord, Task
 from cotune.storage.protocol import Store
 from cotune.trainer.before.answers.responder import CheckResponder, Message
 from cotune.trainer.before.check.runs import Runner, TaskRuns
@@ -55,6 +57,35 @@ async def invented_roles(runner: Runner, runs: TaskRuns, store: Store) -> list[s
         if invented or repeats == MOST_REPEATS:
             return invented
     return []
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskNames:
+    """Two tasks, and the roles of each that the application does not have in the other."""
+
+    task: str
+    roles: Sequence[str]
+    other_task: str
+    other_roles: Sequence[str]
+
+
+async def names_of_tasks(runner: Runner, tasks: Sequence[TaskRuns], other_task: Task, store: Store) -> TaskNames | None:
+    """Compare the roles of tasks that have run with the roles of one run of another task. None if one of them has no
+    role of its own: then tasks only choose among the same roles.
+
+    The run is recorded in the separate `store`, because it is no run of the report.
+    """
+    other_watch = Watch()
+    other_runner = dataclasses.replace(runner, store=store, watch=other_watch)
+    other = await other_runner.run_once(other_task, 0, how=", for the names of its roles")
+    roles = {call.role for runs in tasks for call in runs.calls}
+    parts = {part.role for part in runner.watch.known}
+    other_parts = {part.role for part in other_watch.known}
+    only_here = sorted(roles - other.roles - other_parts)
+    only_there = sorted(other.roles - roles - parts)
+    if not only_here or not only_there or not other.ended:
+        return None
+    return TaskNames(tasks[0].task.id, only_here, other_task.id, only_there)
 
 
 def names_in_answers(calls: Sequence[CallRecord]) -> Iterator[tuple[str, str]]:
@@ -115,10 +146,40 @@ def renamed(message: Message, names: Collection[str]) -> Message:
 
 
 def invented_findings(invented: Sequence[str], config: TrainConfig, able: Collection[str] | None) -> Iterator[Finding]:
-    """Warn of roles with invented names and say what training does with them, unless one policy plays them all. Only
-    roles in `able` can be trained (None: all)."""
-    if not invented:
+    """Warn of roles with names that an answer invented, unless one policy plays them all. Only roles in `able` can be
+    trained (None: all)."""
+    if invented:
+        text = f"an answer of a model invents {'this name' if len(invented) == 1 else 'these names'}."
+        yield from _naming_findings(invented, text, config, able)
+
+
+def task_name_findings(names: TaskNames | None, config: TrainConfig, able: Collection[str] | None) -> Iterator[Finding]:
+    """Warn of roles that are named after their task, unless they are listed in the configuration, or one policy plays
+    them all. Only roles in `able` can be trained (None: all)."""
+    if names is None:
         return
+    roles = [role for role in names.roles if role not in config.roles]
+    other_roles = [role for role in names.other_roles if role not in config.roles]
+    if not roles or not other_roles:
+        return
+    text = (
+        f"only task {names.task!r} has {_first(roles)}, and only task {names.other_task!r} has {_first(other_roles)}."
+    )
+    text += " Are agents named after their task?"
+    for finding in _naming_findings(roles, text, config, able):
+        listed = "If the tasks choose among fixed agents, list all of them under `roles`."
+        yield msgspec.structs.replace(finding, remedy=f"{finding.remedy} {listed}")
+
+
+def _first(roles: Sequence[str]) -> str:
+    """The first three names of a list."""
+    return ", ".join(roles[:3]) + (", ..." if len(roles) > 3 else "")
+
+
+def _naming_findings(
+    roles: Sequence[str], text: str, config: TrainConfig, able: Collection[str] | None
+) -> Iterator[Finding]:
+    """Say what training does with roles whose names are not fixed, after the `text` that tells why they are not."""
     policy_texts = {"shared": "the shared policy", "lora": "a LoRA of its own", "full": "a model of its own"}
     policy = policy_texts[config.policies]
     remedy = ONE_NAME
@@ -139,5 +200,4 @@ def invented_findings(invented: Sequence[str], config: TrainConfig, able: Collec
     else:
         consequence = f"Each new name becomes a role with {policy}, which starts untrained."
         remedy = f"{ONE_NAME} {SHARED}"
-    text = f"an answer of a model invents {'this name' if len(invented) == 1 else 'these names'}. {consequence}"
-    yield Finding("warns", ", ".join(invented), text, remedy)
+    yield Finding("warns", ", ".join(roles), f"{text} {consequence}", remedy)

@@ -450,7 +450,7 @@ def test_two_runs_at_once_that_fail_by_chance_leave_the_verdict_open(provider: P
         return 1.0
 
     report = dry(application(fails_once))
-    assert report.verdict == "undecided" and len(runs) == 7
+    assert report.verdict == "undecided" and len(runs) == 8  # the last one is of another task
     assert "(1 of 2 pairs)" in said(report, "undecided", "runs")[0]
 
 
@@ -642,7 +642,8 @@ def test_progress_names_what_runs(provider: Provider) -> None:
     dry(application(), say=heard.append)
     assert heard[0] == "loading the application ..."
     assert heard[1:4] == ["running solve on task a ..."] * 3
-    assert heard[4:] == ["running solve on task a, twice at once ..."] * 2
+    assert heard[4:6] == ["running solve on task a, twice at once ..."] * 2
+    assert heard[6:] == ["running solve on task b, for the names of its roles ..."]
 
 
 def test_tokens_are_counted_with_a_model(provider: Provider, tiny_base: Path) -> None:
@@ -750,3 +751,15 @@ def test_the_report_fits_a_terminal(provider: Provider) -> None:
     assert "dry run of solve on 1 task (a)" in shown
     assert "no: no scorer" in shown
     assert "warns second: not trained: no scorer" in shown
+
+
+def test_a_prompt_that_grew_is_shown_from_its_first_new_word(provider: Provider) -> None:
+    notes: list[str] = []
+
+    async def remembers(task: Any) -> float:
+        notes.append(await ask("first", "\n".join(["your notes:", *notes])))
+        return 1.0
+
+    (text,) = said(dry(application(remembers)), "warns", "first")
+    assert "grew in another run of the same task" in text
+    assert "[(" not in text

@@ -101,7 +101,7 @@ def test_without_a_name_in_an_answer_nothing_runs_again(provider: Provider) -> N
         await ask("second", "say more")
         return 0.0
 
-    report = dry(application(plain))
+    report = dry(application(plain), tasks=[{"id": "a"}])
     assert runs == report.runs and about_names(report) == []
 
 
@@ -166,3 +166,50 @@ def test_names_change_in_texts_and_in_arguments_and_not_in_names_of_tools() -> N
         "tool_calls": [{"id": "1", "function": {"name": "ada", "arguments": '{"to": "adax"}'}}],
     }
     assert function["arguments"] == '{"to": "ada"}'
+
+
+# Roles that are named after their task
+
+
+async def named_after_its_task(task: Mapping[str, str]) -> float:
+    await ask("lead", "plan")
+    await ask(f"worker_{task['number']}", "work")
+    return 0.0
+
+
+def about_tasks(report: Any) -> list[tuple[str, str]]:
+    """Level and roles of the findings on roles that are named after their task."""
+    return [(finding.level, finding.about) for finding in report.findings if "named after their task" in finding.text]
+
+
+TWO_TASKS = [{"id": "a", "number": 1}, {"id": "b", "number": 2}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [("warns", "worker_1")]),
+        ({"policies": "shared"}, []),
+        ({"roles": ["worker_1", "worker_2"]}, []),
+    ],
+)
+def test_roles_named_after_their_task_are_found_by_a_second_task(
+    provider: Provider, settings: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    report = dry(application(named_after_its_task), tasks=TWO_TASKS, config=settings)
+    assert about_tasks(report) == expected
+    assert {role.role for role in report.roles if role.calls} == {"lead", "worker_1"}
+    assert report.tasks == ("a",) and report.trainable
+    if expected:
+        said = "only task 'a' has worker_1, and only task 'b' has worker_2. Are agents named after their task? Each new"
+        assert said in texts(report)
+
+
+def test_a_role_that_only_one_of_two_tasks_has_is_no_finding(provider: Provider) -> None:
+    async def sometimes(task: Mapping[str, str]) -> float:
+        await ask("lead", "plan")
+        if task["number"] == 2:
+            await ask("reviewer", "review")
+        return 0.0
+
+    assert about_tasks(dry(application(sometimes), tasks=TWO_TASKS)) == []
