@@ -17,6 +17,7 @@ from cotune.records.structs import Task
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import Precision
+from cotune.tables import plural
 from cotune.trainer.before.preflight import max_calls, preflight
 from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.config.policy import shared_tool_format
@@ -173,7 +174,7 @@ async def open_run(
         if saved is None:
             run.notes = [*run.notes, *await check_bounds_of_losses(run)]
         if saved is not None:
-            say(f"loading the checkpoint after {saved[0].steps} steps ...")
+            say(f"loading the checkpoint after {plural(saved[0].steps, 'step')} ...")
             run.notes = [*run.notes, *await restore(run, *saved)]
         elif config.init:
             run.notes = [*run.notes, *await begin_from(run, config.init)]

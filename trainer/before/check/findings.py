@@ -123,16 +123,22 @@ def grown_prompts(first: Run, again: Run, store: Store) -> Iterator[Finding]:
             continue
         # Compare the messages of both prompts, as far as both have them. The prompt grew if it has more messages, or if
         # a message became longer. A message that is just different, such as one with the time, is no growth.
-        changed: list[tuple[str, str]] = []
-        one_contains_the_other = False
-        for old, new in zip(old_prompt, new_prompt, strict=False):
-            if old != new:
-                changed.append((old, new))
-                if old in new or new in old:
-                    one_contains_the_other = True
+        changed = [(old, new) for old, new in zip(old_prompt, new_prompt, strict=False) if old != new]
+        one_contains_the_other = any(old in new or new in old for old, new in changed)
         if len(old_prompt) != len(new_prompt) or one_contains_the_other:
-            text = f"its first prompt grew in another run of the same task: {snippet(changed or new_prompt)}."
-            yield Finding("warns", role, f"{text} Something outlives an episode.", OUTLIVES)
+            if changed:
+                # Show the message from the first character that differs.
+                old, new = changed[0]
+                start = 0
+                while old[start : start + 1] == new[start : start + 1] != "":
+                    start += 1
+                difference = new[start:]
+            else:
+                difference = "\n".join(new_prompt[len(old_prompt) :])
+            text = "its first prompt grew in another run of the same task"
+            if difference.strip():
+                text += f": it has {snippet(difference)!r}"
+            yield Finding("warns", role, f"{text}. Something outlives an episode.", OUTLIVES)
 
 
 def prompts_by_role(run: Run, store: Store) -> dict[str, list[list[str]]]:
