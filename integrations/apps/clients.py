@@ -7,8 +7,17 @@ the SDK sent it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,32 +179,27 @@ class Client:
             they add up to.
             """
             call = open_call(lambda: self.request(*args, **{**options, "stream": True}))
-            if call is not None and (answer := await ask_async(call, self.asking(call, options))) is not None:
+            if call is None:
+                # An asynchronous generator has no `yield from`.
+                async with _closed_at_exit(original(*args, **options)) as source:
+                    async for part in source:
+                        yield part
+                return
+            if (answer := await ask_async(call, self.asking(call, options))) is not None:
                 for part in self.parts(call, answer):
                     yield part
                 return
-            if call is not None:
-                args, options = self._edit_arguments(call, args, options)
+            args, options = self._edit_arguments(call, args, options)
             parts: list[Any] = []
-            source = aiter(original(*args, **options))
-            try:
-                # A stream outside of an episode takes the same loop: an asynchronous generator has no `yield from`.
-                while True:
-                    part = await anext(source, None) if call is None else await step_async(call, source)
-                    if part is None:
-                        break
-                    if call is not None:
+            async with _closed_at_exit(original(*args, **options)) as source:
+                try:
+                    while (part := await step_async(call, source)) is not None:
                         self._add_part(call, parts, part)
-                    yield part
-            except BaseException as error:
-                if call is not None:
+                        yield part
+                except BaseException as error:
                     fail_with_error(call, error, self.begun(parts))
-                raise
-            finally:
-                if hasattr(source, "aclose"):
-                    await source.aclose()
-            if call is not None:
-                end_call(call, parts, self.answer, self.begun)
+                    raise
+            end_call(call, parts, self.answer, self.begun)
 
         return run
 
@@ -248,6 +252,17 @@ def unwrapped(value: Any) -> Any:
     """The object behind a proxy; any other value unchanged."""
     # `isinstance` would ask `__class__`, which a proxy takes from its inner object.
     return object.__getattribute__(value, "_cotune_inner") if issubclass(type(value), Proxy) else value
+
+
+@asynccontextmanager
+async def _closed_at_exit(stream: AsyncIterable[Any]) -> AsyncIterator[AsyncIterator[Any]]:
+    """Iterate over an asynchronous stream in the block. Afterwards it is closed, if streams of its kind can be."""
+    source = aiter(stream)
+    try:
+        yield source
+    finally:
+        if hasattr(source, "aclose"):
+            await source.aclose()
 
 
 async def step_inside(

@@ -49,17 +49,23 @@ def edited_blocks(blocks: Sequence[Any], kind: Kind, replace_text: ReplaceText, 
 def _edited_texts(
     texts: Sequence[str | None], kind: Kind, replace_text: ReplaceText, joint: str | None
 ) -> list[str | None]:
-    """The texts of blocks after the edits; None for a block without a text. See `edited_blocks`."""
-    recorded_texts = [text for text in texts if text is not None]
-    if joint is not None and len(recorded_texts) == len(texts):
-        edited_text = replace_text(kind, "", joint.join(recorded_texts))
-        if edited_text is None:
-            return list(texts)
-        return [*divide_text(recorded_texts, joint, edited_text)]
-    new_texts: list[str | None] = []
-    for text in texts:
-        edited_text = None if text is None else replace_text(kind, "", text)
-        new_texts.append(text if edited_text is None else edited_text)
+    """The texts of a message's blocks after the edits of its prompt; None for a block without a text, such as an image.
+
+    If all blocks have a text, the message was recorded as one text, in which `joint` stands between the blocks. Then
+    this text is edited. With `joint` None, each block is edited alone.
+    """
+    present_texts = [text for text in texts if text is not None]
+    new_texts = list(texts)
+    if joint is not None and len(present_texts) == len(texts):
+        edited_text = replace_text(kind, "", joint.join(present_texts))
+        if edited_text is not None:
+            new_texts[:] = divide_text(present_texts, joint, edited_text)
+        return new_texts
+    for position, text in enumerate(texts):
+        if text is not None:
+            edited_text = replace_text(kind, "", text)
+            if edited_text is not None:
+                new_texts[position] = edited_text
     return new_texts
 
 

@@ -157,27 +157,28 @@ def _assign(record: Record, app: str, now: float) -> Record:
 
 
 def _segment_fault(record: Segment, path_digests: dict[str, Digest], stored_path: StoredPath) -> str:
-    """The reason to refuse a segment; empty if it is accepted. Its id must be the hash of its token path, which is all
-    tokens from the root to the segment.
+    """The reason to refuse a segment of a prompt's tokens; empty if it is accepted.
 
-    `path_digests` has the hash of each token path seen so far, by the id of its last segment. The hashes of this
-    segment and its parent are added. Hashes are kept instead of the paths, which could fill the memory.
+    The id of a segment must be the digest of its token path, which is all tokens before the segment and its own.
+    `path_digests` has the digest of each path by its id. It does not have the paths themselves, which could fill the
+    memory. The digests of this segment and of its parent are added to it.
     """
-    parent_digest: Digest | None = ROOT  # the hash of no tokens
-    if record.parent is not None:
-        parent_digest = path_digests.get(record.parent)
-    if parent_digest is None:
-        assert record.parent is not None
-        stored = stored_path(record.parent)
-        if stored is None:
+    if record.parent is None:
+        parent_digest = ROOT
+    elif record.parent in path_digests:
+        parent_digest = path_digests[record.parent]
+    else:
+        # The parent came in an earlier batch.
+        tokens_before = stored_path(record.parent)
+        if tokens_before is None:
             return "unknown_parent"
         parent_digest = ROOT.copy()
-        parent_digest.update(stored)
+        parent_digest.update(tokens_before)
         path_digests[record.parent] = parent_digest
     path_digest = parent_digest.copy()
     path_digest.update(record.packed)
-    is_whole_ids = len(record.packed) % 4 == 0  # a token id has 4 bytes
-    if not is_whole_ids or path_digest.hexdigest() != record.id:
+    has_whole_tokens = len(record.packed) % 4 == 0  # a token id takes 4 bytes
+    if not has_whole_tokens or path_digest.hexdigest() != record.id:
         return "forged_id"
     path_digests[record.id] = path_digest
     return ""
@@ -190,14 +191,19 @@ def _time_fault(record: CallRecord | Episode) -> str:
 
 
 def _target_fault(record: RewardRecord | FeedbackRecord, app: str) -> str:
-    """The reason to refuse a reward or feedback: a foreign or malformed target, or a bad name. Empty if it is
-    accepted.
+    """The reason to refuse the target or the name of a reward or feedback; empty if both are accepted.
+
+    A target is an id, or a key that the application has given to an episode. Its name comes before the key in the
+    target, so that it cannot reward the episodes of other applications.
     """
     target = record.target
-    app_prefix = key_target(app, "")
     if target.startswith(KEY):
-        if not target.startswith(app_prefix) or not 0 < len(target) - len(app_prefix) <= LONGEST_KEY:
+        app_prefix = key_target(app, "")
+        key_length = len(target) - len(app_prefix)
+        if not target.startswith(app_prefix) or not 0 < key_length <= LONGEST_KEY:
             return "foreign"
     elif TARGET.fullmatch(target) is None:
         return "invalid_id"
-    return "" if 0 < len(record.name) <= _LONGEST_NAME else "invalid_name"
+    if not 0 < len(record.name) <= _LONGEST_NAME:
+        return "invalid_name"
+    return ""

@@ -259,37 +259,45 @@ class Sender:
 
     def _send_spool(self, spool: Spool) -> None:
         """Send all records of a spool, batch by batch. Raises _Undelivered at the first batch that must wait."""
-        while True:
-            try:
-                parts = spool.take(BATCH_BYTES)
-                dropped = spool.dropped
-                sampled = self.sampled
-                if not parts and not dropped and not sampled:
-                    break
-                self._deliver(spool, parts, dropped, sampled)
-                spool.acknowledge()
-            except BaseException as error:
-                spool.take_again()
-                if isinstance(error, OSError):
-                    raise _Undelivered(f"the spool cannot be read: {error.strerror or error}") from None
-                if isinstance(error, Exception) and not isinstance(error, _Undelivered):
-                    # No error may end the thread, or no record would be sent any more.
-                    log.exception("A batch could not be sent.")
-                    raise _Undelivered(f"{type(error).__name__}: {error}") from None
-                raise
-
-            # The batch was delivered, with the counts of records that were left out before it.
-            spool.subtract_dropped(dropped)
-            with self._guard:
-                self.sampled -= sampled
-            if dropped:
-                log.warning("%d records were dropped: the spool %s was full, or damaged.", dropped, self.folder)
+        while self._send_next_batch(spool):
             if self._logged_outage:
                 log.warning("The collector %s takes records again.", self.url)
             self._logged_outage = ""
             self._pause = PAUSE[0]
             with self._sent:
                 self._sent.notify_all()
+
+    def _send_next_batch(self, spool: Spool) -> bool:
+        """Send the next records of a spool, and the numbers of records that were left out before them. Returns False if
+        the spool has nothing to send.
+
+        Raises _Undelivered if the batch must wait. Its records then stay in the spool.
+        """
+        try:
+            parts = spool.take(BATCH_BYTES)
+            dropped = spool.dropped
+            sampled = self.sampled
+            if not parts and not dropped and not sampled:
+                return False
+            self._deliver(spool, parts, dropped, sampled)
+            spool.acknowledge()
+        except BaseException as error:
+            spool.take_again()
+            if isinstance(error, OSError):
+                raise _Undelivered(f"the spool cannot be read: {error.strerror or error}") from None
+            if isinstance(error, Exception) and not isinstance(error, _Undelivered):
+                # No error may end the thread, or no record would be sent any more.
+                log.exception("A batch could not be sent.")
+                raise _Undelivered(f"{type(error).__name__}: {error}") from None
+            raise
+
+        # Both numbers may have grown meanwhile, so only the reported part is subtracted.
+        spool.subtract_dropped(dropped)
+        with self._guard:
+            self.sampled -= sampled
+        if dropped:
+            log.warning("%d records were dropped: the spool %s was full, or damaged.", dropped, self.folder)
+        return True
 
     def _deliver(self, spool: Spool, parts: Sequence[bytes], dropped: int, sampled: int) -> None:
         """Send a batch of records to the collector. `dropped` and `sampled` are the numbers of records left out before

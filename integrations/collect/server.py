@@ -352,11 +352,13 @@ def running_collector(
             finally:
                 await asyncio.to_thread(collector.close)
 
+    # `running` only checks whether there is a token, which other machines need. `apps` checks the tokens of requests.
+    any_token = "the tokens of applications" if apps.needed else None
     return running(
         opening,
         host=host,
         port=port,
-        token="tokens" if apps.needed else None,
+        token=any_token,
         name="cotune-collector",
         date_header=False,
     )

@@ -250,14 +250,15 @@ class Spool:
     def _take_from_memory(self, most: int) -> Iterator[bytes]:
         """Take the next frames in memory, up to about `most` bytes. Yields their bodies."""
         segment = self._in_memory
-        position = 0
+        frame_start = 0
         size = 0
         for frame in list(segment.frames):
-            if position >= segment.taken and size < most:
+            # Frames before the position `segment.taken` were taken already, and wait for their acknowledgement.
+            if frame_start >= segment.taken and size < most:
                 segment.taken += len(frame)
                 size += len(frame)
                 yield frame[_HEAD.size :]
-            position += len(frame)
+            frame_start += len(frame)
 
     def _take_from_file(self, segment: _Segment, end: int, most: int) -> Iterator[bytes]:
         """Take the next frames of a file before `end`, up to about `most` bytes. Yields their bodies.

@@ -48,11 +48,13 @@ class _Shown:
 
 
 def _show_candidates(candidates: Sequence[Candidate], call: Call) -> _Shown:
-    shared = [shown_messages(call.messages), shown_tools(call.tools)]
+    """The texts for a judge who compares the candidates of a call: its request once, then each answer."""
+    messages_and_tools = [shown_messages(call.messages), shown_tools(call.tools)]
+    answers = [shown_message(candidate.message or {"content": candidate.text}) for candidate in candidates]
     return _Shown(
         kind="answers to one request",
-        shared="\n\n".join(filter(None, shared)),
-        texts=[shown_message(candidate.message or {"content": candidate.text}) for candidate in candidates],
+        shared="\n\n".join(filter(None, messages_and_tools)),
+        texts=answers,
         episode=call.episode if isinstance(call, LiveCall) else None,
     )
 

@@ -7,6 +7,7 @@ client (another client in its own code, a tool that calls a model) belong to the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from autogen_agentchat.agents import BaseChatAgent
@@ -25,7 +26,7 @@ def install() -> None:
     def scope(agent: Any, messages: Any, *args: Any, **options: Any) -> AutogenScope:
         return open_scope(agent, agent.name, received=tuple(messages))
 
-    replace_methods(BaseChatAgent, in_scope(scope, _note_response), "on_messages", "on_messages_stream")
+    replace_methods(BaseChatAgent, partial(in_scope, scope, _note_response), "on_messages", "on_messages_stream")
 
 
 def _note_response(episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: Any) -> None:

@@ -7,6 +7,7 @@ agentchat's teams belong to the episode of their team, whose id is the key of it
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import uuid
@@ -76,7 +77,7 @@ def install() -> None:
     replace_method(SingleThreadedAgentRuntime, "send_message", _wrap_send)
     replace_method(SingleThreadedAgentRuntime, "publish_message", _wrap_send)
     record_tools(BaseTool, "run")
-    in_tool_scope = in_scope(_tool_scope, _note_tool_result)
+    in_tool_scope = functools.partial(in_scope, _tool_scope, _note_tool_result)
     replace_method(BaseTool, "run_json", lambda original: in_tool_scope(_wrap_run_json(original)))
     replace_method(BaseStreamTool, "run_json_stream", in_tool_scope)
 

@@ -23,6 +23,8 @@ from cotune.recording.context import Scope, current_episode, entered, innermost
 from cotune.recording.recorder import LiveEpisode
 
 NAME = "autogen"
+Report = Callable[[LiveEpisode, "AutogenScope", Any, Sequence[Any], dict[str, Any]], None]
+"""Notes a result of an agent or a tool, from the episode, the scope, the result, and the arguments of the method."""
 
 
 class Names:
@@ -107,42 +109,32 @@ def open_scope(owner: Any, name: str, *, part: bool = False, received: tuple[Any
     return AutogenScope(owner, name, outer, names, part, received)
 
 
-def in_scope(
-    scope_of: Callable[..., AutogenScope], report: Callable[[LiveEpisode, AutogenScope, Any, Sequence[Any], Any], None]
-) -> Callable[[Any], Any]:
-    """Returns a wrapper for the methods that run an agent, a team or a tool: coroutines and async generators.
+def in_scope(scope_of: Callable[..., AutogenScope], report: Report, original: Any) -> Any:
+    """Wrap a method that runs an agent or a tool, a coroutine or an async generator.
 
-    In an episode, a wrapped method runs inside the scope `scope_of(self, *args, **options)`, so that its calls get the
-    role of the scope. `report(episode, scope, item, args, options)` gets the result of a coroutine, or each item of a
-    generator.
+    In an episode it runs inside the scope `scope_of(self, *args, **options)`, so that its calls get the role of the
+    scope. `report` gets the result of a coroutine, or each item of a generator.
     """
 
-    def wrapper(original: Any) -> Any:
-        """Wrap a method that runs an agent, a team or a tool. Its calls get the role of its scope, and its results are
-        reported.
-        """
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        """Run the method inside its scope. Outside of an episode, it runs as before."""
+        episode = current_episode.get()
+        # This only creates the coroutine or the generator: its code runs later, inside the scope.
+        coroutine_or_generator = original(self, *args, **options)
+        is_coroutine = inspect.isawaitable(coroutine_or_generator)
+        is_generator = hasattr(coroutine_or_generator, "aclose")
+        if episode is None or not (is_coroutine or is_generator):
+            return coroutine_or_generator
+        scope = scope_of(self, *args, **options)
 
-        def run(self: Any, *args: Any, **options: Any) -> Any:
-            """Run the method inside its scope. Outside of an episode, it runs as before."""
-            episode = current_episode.get()
-            # This only creates the coroutine or the generator: its code runs later, inside the scope.
-            coroutine_or_generator = original(self, *args, **options)
-            is_coroutine = inspect.isawaitable(coroutine_or_generator)
-            is_generator = hasattr(coroutine_or_generator, "aclose")
-            if episode is None or not (is_coroutine or is_generator):
-                return coroutine_or_generator
-            scope = scope_of(self, *args, **options)
+        def report_item(item: Any) -> None:
+            report(episode, scope, item, args, options)
 
-            def report_item(item: Any) -> None:
-                report(episode, scope, item, args, options)
+        if is_coroutine:
+            return _await_in_scope(scope, coroutine_or_generator, report_item)
+        return step_in_scope(scope, coroutine_or_generator, report_item)
 
-            if is_coroutine:
-                return _await_in_scope(scope, coroutine_or_generator, report_item)
-            return step_in_scope(scope, coroutine_or_generator, report_item)
-
-        return run
-
-    return wrapper
+    return run
 
 
 async def _await_in_scope(scope: AutogenScope, work: Awaitable[Any], report: Callable[[Any], None]) -> Any:

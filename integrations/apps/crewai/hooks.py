@@ -35,7 +35,6 @@ from cotune.recording.context import current_episode
 
 ScopeOf = Callable[[Any, dict[str, Any]], CrewScope | None]
 """The scope of a method's call, from its object and its arguments; None if the call opens no scope."""
-_KICKOFFS = ("kickoff", "kickoff_async", "akickoff")
 _GUARDRAIL_MODULES = ("crewai.task", "crewai.agent.core", "crewai.lite_agent")
 """Modules that run the guardrails of tasks and agents. Each has imported the function under its own name."""
 _FINAL_ANSWER_MODULES = ("crewai.agents.agent_executor", "crewai.lite_agent")
@@ -46,15 +45,18 @@ def install() -> None:
     """Hook agents, tasks, flows and models. Raises UnsupportedVersion if this version of CrewAI lacks a method."""
     crewai_models.install()
     record_tools(BaseTool, "run", "_run", "arun", "_arun")
+    # 1. Methods that run an agent, a task or a flow: calls inside them get its role.
     for name in ("execute_task", "aexecute_task"):
         _run_in_scope(Agent, name, lambda agent, arguments: agent_scope(agent, arguments.get("task")))
-    for name in _KICKOFFS:
+    for name in ("kickoff", "kickoff_async", "akickoff"):
         _run_in_scope(Agent, name, lambda agent, arguments: agent_scope(agent))
         _run_in_scope(LiteAgent, name, lambda agent, arguments: agent_scope(agent))
     for name in ("_execute_core", "_aexecute_core"):
         _run_in_scope(Task, name, _task_scope)
     _run_in_scope(RuntimeFlow, "_execute_method", _flow_scope)
     BaseAgent.copy = _wrap_copy(BaseAgent.copy)  # type: ignore[method-assign, assignment]
+
+    # 2. Functions of CrewAI that ask a model without naming an agent.
     for name in _GUARDRAIL_MODULES:
         module = sys.modules[name]
         module.process_guardrail = run_inside(  # type: ignore[attr-defined]

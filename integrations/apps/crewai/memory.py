@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 from crewai.memory.unified_memory import Memory
 
 from cotune.integrations.apps.crewai.scopes import enter_scope, part_scope
@@ -13,10 +16,11 @@ _METHODS = ("remember", "remember_many", "extract_memories", "recall")
 
 
 def install() -> None:
-    """Give calls of the memory the role `memory`."""
+    """Wrap the methods of CrewAI's memory that ask a model, so that their calls get the role `memory`."""
     require_hooks("crewai", Memory, *_METHODS)
+
+    def enter_memory_role(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        return enter_scope(part_scope("memory", inside=False))
+
     for name in _METHODS:
-        in_memory_role = run_inside(
-            vars(Memory)[name], lambda *args, **kwargs: enter_scope(part_scope("memory", inside=False))
-        )
-        type.__setattr__(Memory, name, in_memory_role)
+        setattr(Memory, name, run_inside(vars(Memory)[name], enter_memory_role))

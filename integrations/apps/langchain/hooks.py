@@ -82,12 +82,17 @@ def _wrap(cls: type) -> None:
 
 
 def _wrap_method(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of a middleware. Its calls belong to the middleware, calls of the handler to the code around it."""
-    running = run_inside(original, lambda self, *args: _in_middleware(MiddlewareCall(self.name)))
+    """Wrap `wrap_model_call` or a similar method of a middleware, so that each model call gets the right role.
+
+    Models that the method calls itself have the middleware's role. Its argument `handler` runs the agent's own model or
+    tool, whose calls keep the role that they would have without the middleware.
+    """
+    run_in_middleware = run_inside(original, lambda self, *args: _in_middleware(MiddlewareCall(self.name)))
 
     def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
-        outer = around.get().middleware
-        return running(self, request, run_inside(handler, lambda *args, **kwargs: _in_middleware(outer)))
+        outer_middleware = around.get().middleware
+        run_handler_outside = run_inside(handler, lambda *args, **kwargs: _in_middleware(outer_middleware))
+        return run_in_middleware(self, request, run_handler_outside)
 
     return wrapper
 

@@ -17,7 +17,7 @@ from cotune.integrations.versions import require_hooks
 from cotune.recording.context import current_episode
 from cotune.replay.responder import ReplayResponder
 
-_OF_THREADS = (
+_THREAD_METHODS = (
     "get_state", "aget_state", "get_state_history", "aget_state_history", "update_state", "aupdate_state",
     "bulk_update_state", "abulk_update_state",
 )  # fmt: skip
@@ -25,7 +25,10 @@ _OF_THREADS = (
 
 
 def install() -> None:
-    """Hook the two methods that all others use to run a graph, and the methods that read or change a thread."""
+    """Hook the two methods that all others use to run a graph, and the methods that read or change a thread.
+
+    A thread is LangGraph's stored conversation of a graph.
+    """
     from langgraph.pregel.main import Pregel
 
     require_hooks("langgraph", Pregel, "stream", "astream")
@@ -34,22 +37,27 @@ def install() -> None:
 
     @functools.wraps(stream)
     def named_stream(self: Any, input: Any, config: Any = None, **options: Any) -> Iterator[Any]:
-        config = _branch_config(self, config)
-        _watch_thread(self, config)
-        parts = stream(self, input, config, **options)
-        return parts if current_episode.get() is None else _run_started(self, parts)
+        thread_config = _branch_config(self, config)
+        _warn_of_shared_thread(self, thread_config)
+        output = stream(self, input, thread_config, **options)
+        if current_episode.get() is None:
+            return output
+        return _announce_run(self, output)
 
     @functools.wraps(astream)
     def named_astream(self: Any, input: Any, config: Any = None, **options: Any) -> AsyncIterator[Any]:
-        config = _branch_config(self, config)
-        _watch_thread(self, config)
-        parts = astream(self, input, config, **options)
-        return parts if current_episode.get() is None else _Astarted(self, parts)
+        thread_config = _branch_config(self, config)
+        _warn_of_shared_thread(self, thread_config)
+        output = astream(self, input, thread_config, **options)
+        if current_episode.get() is None:
+            return output
+        return _AnnouncedRun(self, output)
 
     Pregel.stream = named_stream
     Pregel.astream = named_astream
-    for name in _OF_THREADS:
-        if (original := getattr(Pregel, name, None)) is not None:
+    for name in _THREAD_METHODS:
+        original = getattr(Pregel, name, None)
+        if original is not None:
             setattr(Pregel, name, _in_branch_thread(original))
 
 
@@ -58,7 +66,8 @@ def expect_run(graph: Any) -> None:
     around.set(around.get()._replace(starting_graph=graph))
 
 
-def _run_started(graph: Any, parts: Any) -> Iterator[Any]:
+def _announce_run(graph: Any, parts: Any) -> Iterator[Any]:
+    """Yield the parts of a graph's output. The run that starts with the first one is noted as the graph's."""
     expect_run(graph)
     try:
         yield from parts
@@ -66,8 +75,11 @@ def _run_started(graph: Any, parts: Any) -> Iterator[Any]:
         expect_run(None)
 
 
-class _Astarted(AsyncGenerator[Any, Any]):
-    """Notes the graph at its first part. A generator around every part would cost more than the rest of the hook."""
+class _AnnouncedRun(AsyncGenerator[Any, Any]):
+    """The parts of a graph's output. The run that starts with the first one is noted as the graph's.
+
+    A generator around every part would cost more than the rest of the hook.
+    """
 
     def __init__(self, graph: Any, parts: Any) -> None:
         self._graph: Any = graph
@@ -110,7 +122,7 @@ def _branch_config(graph: Any, config: Any) -> Any:
     return branch_config
 
 
-def _watch_thread(graph: Any, config: Any) -> None:
+def _warn_of_shared_thread(graph: Any, config: Any) -> None:
     """Warn of episodes that share a thread: each would read the messages of the others."""
     live = current_episode.get()
     saver = graph.checkpointer

@@ -171,7 +171,8 @@ def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     name = kwargs.get("name")
     graph = around.get().starting_graph
     if graph is not None:
-        # This is the first run after the graph was started, so it is the run of the graph. Later runs are not.
+        # A graph was started, and this is the first run since then, so it is the run of the graph. The runs after it
+        # are runs of the graph's nodes.
         name = graph.name
         expect_run(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
@@ -181,6 +182,7 @@ def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
         # A graph that runs again is not waiting for an answer to its interrupt any more.
         episode.notes["waits"] = False
         if is_nameless(graph.name):
+            # Graphs that the application did not name are told apart by the line of code that runs them.
             new_run.nameless = (graph, place_here())
     if episode.parts is not None:
         _report_parts(episode.parts, new_run, graph)

@@ -152,17 +152,17 @@ def role_and_agent(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
 
 
 def _agent_of_node(node: GraphRun) -> str | None:
-    """The name of the agent whose graph contains a node; None if this graph is no named agent.
-
-    The name in the metadata counts only if it is not inherited from an outer graph. A graph with a node of a prebuilt
-    agent is an agent by its own name.
-    """
+    """The name of the agent whose graph contains a node; None if this graph is no named agent."""
     graph = node.parent
     if graph is None or graph.kind != "chain":
         return None
-    agent_of_outer = graph.parent.agent if graph.parent else None
-    if graph.agent and (graph.agent == graph.name or graph.agent != agent_of_outer):
+    # LangChain puts an agent's name into the metadata of its graph. Graphs inside it inherit the metadata, and so the
+    # name, but are no agents.
+    outer_agent = graph.parent.agent if graph.parent else None
+    is_inherited = graph.agent == outer_agent and graph.agent != graph.name
+    if graph.agent and not is_inherited:
         return graph.agent
+    # An agent that a function of LangGraph has built, without this metadata, is known by the names of its nodes.
     is_prebuilt_node = node.name in _PREBUILT or node.name in _HOOKS
     if is_prebuilt_node and not is_nameless(graph.name):
         return graph.name

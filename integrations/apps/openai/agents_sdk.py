@@ -75,9 +75,11 @@ class AgentModel(Proxy):
         return response
 
     async def stream_response(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
-        """Ask the model for a stream, in the agent's name at each step."""
+        """Ask the model, and yield the events of its answer. The call gets the role of the agent."""
         caller = _caller(self._cotune_owner)
         source = self._cotune_inner.stream_response(*args, **options)
+        # The model sends its request in the first step of the stream, so the caller is set during each step. Between
+        # two steps the application's code runs, whose calls are not the agent's.
         async with aclosing(step_inside(lambda: called_by(caller), source)) as events:
             async for event in events:
                 yield event

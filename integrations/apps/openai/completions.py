@@ -333,16 +333,20 @@ class _ToolCalls:
         self._by_id: dict[tuple[int, Any], dict[str, Any]] = {}
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """Add a piece of a call, or begin a new call with it. Raises ValueError or TypeError for a mistyped piece."""
+        """Add a piece to the call with its id, or else to the newest call of its index. A piece with a new id and a
+        name begins another call.
+
+        Raises ValueError or TypeError for a mistyped piece.
+        """
         index = index_of_part(part, "index")
         id = part.get("id")
         function = part.get("function") or {}
         n_calls = self._counts.get(index, 0)
         newest_call = self._calls.get((index, n_calls - 1))
+        names_another_call = newest_call is not None and newest_call["id"] and id and function.get("name")
         if id and (index, id) in self._by_id:
             call = self._by_id[index, id]
-        elif newest_call is not None and not (newest_call["id"] and id and function.get("name")):
-            # The piece has no new id together with a name, so it continues the newest call.
+        elif newest_call is not None and not names_another_call:
             call = newest_call
         else:
             if len(self._calls) == MOST_PARTS:

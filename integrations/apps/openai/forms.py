@@ -128,13 +128,17 @@ def end_with_body(call: LiveCall, form: Form, request_body: Mapping[str, Any], r
             return False
         answer = form.answer(body)
         if form.keep is not None:
+            # Later requests may refer to this answer by its id.
             form.keep(call, request_body, body)
     except ProviderFailed as failure:
         call.fail("error", str(failure), part_of(form, raw, streamed))
     except BROKEN as broken:
         if isinstance(broken, msgspec.DecodeError) and "truncated" in str(broken):
             return False
-        call.fail("malformed", reason_of(broken)[1], answer or part_of(form, raw, streamed))
+        if answer is None:
+            answer = part_of(form, raw, streamed)
+        _, reason = reason_of(broken)
+        call.fail("malformed", reason, answer)
     else:
         call.finish(answer)
     return True

@@ -101,27 +101,32 @@ def read(request_body: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[st
     The messages are the instructions, then the earlier conversation, then the input. The text is empty if a policy can
     serve everything. Raises ValueError for an input that is neither text nor a list of items.
     """
-    earlier = earlier_in(episode)
+    # 1. The messages of the chat request.
+    earlier_responses = earlier_in(episode)
     messages: list[dict[str, Any]] = []
     if request_body.get("instructions"):
         messages.append({"role": "system", "content": request_body["instructions"]})
-    conversation = earlier.before(request_body)
+    conversation = earlier_responses.before(request_body)
     messages += conversation.messages
-    messages += messages_of(_input_items(request_body), earlier)
+    messages += messages_of(_input_items(request_body), earlier_responses)
+
+    # 2. Its other fields.
     body = {**_chat_params(request_body), "messages": messages, "api": "responses"}
     if request_body.get("tools"):
         body["tools"] = [_chat_tool(tool) for tool in request_body["tools"]]
     if isinstance(request_body.get("tool_choice"), Mapping):
         body["tool_choice"] = _chat_tool(request_body["tool_choice"])
-    reasons = [reason for field, reason in _PROVIDER_ONLY.items() if request_body.get(field)]
+    # 3. Its features that only a provider can serve.
+    features = [feature for field, feature in _PROVIDER_ONLY.items() if request_body.get(field)]
     if not conversation.whole:
         name = request_body["previous_response_id"]
-        reasons.append(f"the response {name!r}, which was not made in this episode, or goes on from what is not known")
-    reasons += hosted_tools(body)
-    untranslated = [str(message.get("type")) for message in messages if "role" not in message]
-    if untranslated:
-        reasons.append(f"input items of type {', '.join(dict.fromkeys(untranslated))}")
-    return body, " and ".join(reasons)
+        features.append(f"the response {name!r}, which was not made in this episode, or continues an unknown response")
+    features += hosted_tools(body)
+    # An item without a chat form was left as it is.
+    untranslated_types = [str(message.get("type")) for message in messages if "role" not in message]
+    if untranslated_types:
+        features.append(f"input items of type {', '.join(dict.fromkeys(untranslated_types))}")
+    return body, " and ".join(features)
 
 
 def rewrite(request_body: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str, Any]:

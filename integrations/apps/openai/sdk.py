@@ -419,19 +419,25 @@ class _Tee:
         await self._inner.aclose()
 
     def settle(self, error: BaseException | None) -> None:
-        """End the recorded call with the chunks that were read. Only the first use of this method has an effect."""
+        """End the recorded call with the chunks that were read. Only the first use of this method has an effect.
+
+        `error` is the error that interrupted the stream, or None.
+        """
         if self._settled:
             return
         self._settled = True
         body = b"".join(self._chunks)
+        cause = error
         if self._encoding:
+            # The chunks are compressed. A response of httpx decodes them.
             headers = {"content-encoding": self._encoding}
             try:
                 body = self._package.Response(200, headers=headers, content=body).content
             except self._package.DecodingError as decoding_error:
                 body = b""
-                error = error or decoding_error
-        self._end_call(body, error, self._ended)
+                if cause is None:
+                    cause = decoding_error
+        self._end_call(body, cause, self._ended)
 
 
 @functools.cache

@@ -27,11 +27,15 @@ _CHOICE = "gen_ai.choice"
 
 
 def openllmetry_messages(attributes: Mapping[str, Any], left_out: Counter[str]) -> Messages:
-    """Messages from the attributes `gen_ai.prompt.N.*` and `gen_ai.completion.N.*`."""
+    """Messages of the request and of the answer, from the attributes `gen_ai.prompt.N.*` and `gen_ai.completion.N.*`.
+
+    Both are empty if a message of the request is incomplete. Incomplete answers are left out.
+    """
     request = []
     for fields in fields_by_number(attributes, _PROMPT):
         message = _message(str(fields.get("role") or "user"), _with_tool_calls(fields), _PROMPT, left_out)
         if message is None:
+            # The model would not have given this answer to the other messages alone.
             return [], []
         request.append(message)
     answers = []

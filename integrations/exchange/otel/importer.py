@@ -236,15 +236,17 @@ class _EpisodeImport:
         return metrics
 
     def _call(self, step: int, chat: Span) -> list[Record]:
-        """The call record of one chat span, after the new bodies that it refers to. Unreadable attributes are counted
-        in `left_out`.
+        """The records of one chat span: the messages of the call that no earlier call had, then the call itself.
+
+        Unreadable attributes are counted in `left_out`.
         """
         role = self.tree.role(chat) or "app"
         _, turn = self.turns.count_call(role)
         messages, answers = messages_of(chat, self.left_out)
         if not messages:
             self.left_out["call_without_messages"] += 1
-        answer = self._answer(chat, answers)  # first: a call whose answer cannot be read leaves no trace
+        # An answer that cannot be read raises an error here, before anything of the call is recorded.
+        answer = self._answer(chat, answers)
         call = self._pending_call(chat, role, step, turn, messages)
         # `link` finds the calls whose answers this call has read, by their texts. Links of the span are more certain.
         self.call_records.link(call)
@@ -256,13 +258,14 @@ class _EpisodeImport:
         error = None
         if status != "ok":
             error = chat.failed or "no answer was recorded"
-        *bodies, record = self.call_records.records_of(call, answer, status, error)
+        # An imported answer has no rewards of its own, so the call is the last of its records.
+        *new_messages, record = self.call_records.records_of(call, answer, status, error)
         assert isinstance(record, CallRecord)
         self._read_rewards(chat, call.id)
         if chat.end < chat.start:
             self.left_out["negative_latency"] += 1
         latency = max(chat.end - chat.start, 0) / 1e9
-        return [*bodies, msgspec.structs.replace(record, latency=latency)]
+        return [*new_messages, msgspec.structs.replace(record, latency=latency)]
 
     def _pending_call(
         self, chat: Span, role: str, step: int, turn: int, messages: Sequence[Mapping[str, Any]]

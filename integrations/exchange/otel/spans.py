@@ -104,8 +104,8 @@ class _Episode:
         self.rewards = store.rewards(targets)
         self.feedback = store.feedback(targets) if detail.content else {}
         self.root = _span_id(episode.id, "workflow")
-        self.used_ids: Counter[str] = Counter()
-        """Id of a tool call -> number of these tool calls that have a span already."""
+        self.calls_of_id: Counter[str] = Counter()
+        """Id of a tool call -> number of tool calls with this id that were handled, in all answers of the episode."""
 
     def spans(self) -> Iterator[Span]:
         """All spans of the episode: the workflow, then for each call its agent, the chat, and the tools that it
@@ -263,24 +263,25 @@ class _Episode:
         """
         tool_calls = [] if call.chosen is None else call.candidates[call.chosen].tool_calls
         results_in_prompts = self._results_in_later_prompts(index, call, tool_calls)
-        uses_of_id: Counter[str] = Counter()
+        # Servers may give several tool calls of an answer the same id, so their spans are numbered.
+        calls_of_id_in_answer: Counter[str] = Counter()
         for tool_call, result_in_prompt in zip(tool_calls, results_in_prompts, strict=True):
             function = tool_call.get("function") or {}
             id = tool_call.get("id")
-            result = result_in_prompt or self._replay_result(id, function.get("name"), self.used_ids[str(id)])
-            self.used_ids[str(id)] += 1
-            # Servers may give several tool calls of an answer the same id: their spans are numbered.
-            number = uses_of_id[str(id)]
-            uses_of_id[str(id)] += 1
+            result = result_in_prompt
+            if result is None:
+                result = self._replay_result(id, function.get("name"), self.calls_of_id[str(id)])
             if result is None:
                 self.left_out["tool_without_result"] += 1
             else:
-                yield self._tool_span(call, id, number, function, result)
+                yield self._tool_span(call, id, calls_of_id_in_answer[str(id)], function, result)
+            self.calls_of_id[str(id)] += 1
+            calls_of_id_in_answer[str(id)] += 1
 
     def _tool_span(
         self, call: CallRecord, id: Any, number: int, function: Mapping[str, Any], result: _ToolResult
     ) -> Span:
-        """The span of a tool call. `number` tells apart the tool calls of one answer that have the same id."""
+        """The span of a tool call. `number` is 0, or counts the tool calls of one answer that have the same id."""
         attributes = {
             names.OPERATION: names.TOOL,
             names.TOOL_NAME: str(function.get("name")),
@@ -303,7 +304,8 @@ class _Episode:
     def _results_in_later_prompts(
         self, index: int, call: CallRecord, tool_calls: list[dict[str, Any]]
     ) -> list[_ToolResult | None]:
-        """The result of each tool call of an answer, None for a tool without one. `index` is the position of `call`.
+        """The result of each tool call in the answer to `call`, None for a tool call without one. `index` is the
+        position of `call` in the episode.
 
         The results are the tool messages that follow the answer in the first later prompt that has any. The ids of tool
         calls alone do not find them, because another answer may use the same ids.
@@ -312,9 +314,11 @@ class _Episode:
         results: list[_ToolResult | None] = [None] * len(ids)
         if not ids:
             return results
+        # The role's answers with these ids, from this one up to the later call. If its prompt has all of them, this
+        # answer is the last but two for a number of 3.
         answers_with_these_ids = 0
-        for earlier, later in itertools.pairwise(self.calls[index:]):
-            if earlier.role == call.role and _chosen_ids(earlier) == ids:
+        for previous, later in itertools.pairwise(self.calls[index:]):
+            if previous.role == call.role and _chosen_ids(previous) == ids:
                 answers_with_these_ids += 1
             following = self._messages_after_answer(later, ids, answers_with_these_ids)
             contents = _contents_of_tool_calls(following, ids)

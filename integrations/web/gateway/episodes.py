@@ -264,11 +264,13 @@ class Episodes:
                 await exchange.end_if_complete()
 
     def _remove(self, episode_id: str) -> LiveEpisode:
-        """Remove an ended episode from the open ones."""
+        """Remove an episode from the open ones, and return it to be ended. No further calls are recorded in it."""
         opened = self.open.pop(episode_id)
-        if opened.key is not None:
+        is_session = opened.key is not None
+        if is_session:
             del self._sessions[opened.key]
             _stop_timer(opened)
+        # Calls in flight end with the episode, so they are counted here instead of in `_call_ended`.
         self.counts["calls"] += len(opened.exchanges)
         opened.exchanges.clear()
         return opened.live
@@ -310,20 +312,20 @@ class Episodes:
         return session
 
     def _restart_timer(self, session: _OpenedEpisode) -> None:
-        """End a session once it was idle for a while.
+        """Start the time again after which the session ends if it is idle.
 
-        The key of a connection's session is a future that is done when the connection is closed. Such a session ends
-        with its connection. It ends after an idle time only if the user has set one.
+        A session for each connection ends with its connection. It has a time limit only if the user has set one. Its
+        key is a future that is done when the connection is closed.
         """
         _stop_timer(session)
-        idle = self.config.split.idle
+        idle_seconds = self.config.split.idle
         if isinstance(session.key, asyncio.Future):
-            if session.key.done():
+            connection_closed = session.key.done()
+            if connection_closed:
                 self._end_if_idle(session)
+            if connection_closed or idle_seconds is None:
                 return
-            if idle is None:
-                return
-        session.timer = asyncio.get_running_loop().call_later(idle or PAUSE, self._end_if_idle, session)
+        session.timer = asyncio.get_running_loop().call_later(idle_seconds or PAUSE, self._end_if_idle, session)
 
     def _end_if_idle(self, opened: _OpenedEpisode, closed_connection: object = None) -> None:
         """End a session that has no call in flight. A call in flight calls this again when it ends, by its timer.

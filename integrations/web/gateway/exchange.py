@@ -119,16 +119,20 @@ class Exchange:
 
     async def answered(self, answer: Answer) -> tuple[bytes, str]:
         """End the call with a policy's answer. Returns the body and the content type of the response."""
-        # An estimate of the size of the body, which decides whether it is encoded in a thread.
-        shown = 1 + int(self.call.params.get("top_logprobs") or 0) if asks_logprobs(self.body) else 0
-        tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens * (1 + _LOGPROB_FACTOR * shown)
+        # The body has log-probabilities of each token and of its `top_logprobs` most probable alternatives.
+        n_logprobs = 0
+        if asks_logprobs(self.body):
+            n_logprobs = 1 + int(self.call.params.get("top_logprobs") or 0)
+        units_per_token = 1 + _LOGPROB_FACTOR * n_logprobs
+        # A large body is encoded in a thread. Its size is estimated, because it does not exist yet.
+        units = answer.usage.prompt_tokens + answer.usage.completion_tokens * units_per_token
 
         def encode_and_record() -> tuple[bytes, str]:
             content = self.form.content(self.call, answer, self.body)
             self.call.finish(answer)
             return content
 
-        return await self._in_thread_if_large(encode_and_record, _BYTES_PER_TOKEN * tokens)
+        return await self._in_thread_if_large(encode_and_record, _BYTES_PER_TOKEN * units)
 
     async def settle(self, status: CallStatus, text: str) -> None:
         """End the call with its answer. A call with an incomplete answer fails with `status` and the cause `text`."""

@@ -58,17 +58,16 @@ def running(
     date_header: bool = True,
     seconds: float = 60.0,
 ) -> Iterator[RunningServer[T]]:
-    """Serve the application that `opening` opens in the server's loop, and close it with the server. Port 0 takes any
-    free port.
+    """Run a server in a thread of its own while the block runs. The block begins when the server accepts requests.
 
-    A request must arrive in `seconds`. The body of the context is entered when requests are accepted. Raises
-    ConfigError for an address that is not available or that other machines could reach without a `token`, and all
-    errors of `opening`.
+    `opening` opens the application in the server's event loop, and closes it with the server. Port 0 takes any free
+    port. A request must arrive in `seconds`. Raises ConfigError for an address that is not available or that other
+    machines could reach without a `token`, and all errors of `opening`.
     """
     check_access(host, token)
     listener = _bind(host, port)
     ready: Future[tuple[uvicorn.Server, T]] = Future()
-    given_up: Future[None] = Future()  # done if the caller leaves before the server is ready
+    caller_left: Future[None] = Future()  # done if the caller leaves before the server is ready
     # `join` of a thread is not used. After an interrupted `join`, Python takes the running thread for an ended one.
     ended = threading.Event()
 
@@ -82,11 +81,11 @@ def running(
                 loop = runner.get_loop()
                 grow_threads(loop)
                 task = loop.create_task(_serve(opening, listener, ready, date_header, seconds))
-                given_up.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
+                caller_left.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
                 loop.run_until_complete(task)
         except BaseException as error:
-            if given_up.done():
-                return
+            if caller_left.done():
+                return  # nothing waits for the error
             if ready.done():
                 logger.exception("The server stopped.")
                 raise
@@ -102,7 +101,8 @@ def running(
         yield RunningServer(f"http://{host_in_url}:{bound_port}", bound_port, opened, ended)
     finally:
         if not ready.done():
-            given_up.set_result(None)
+            # The wait for the server was interrupted, so the thread cancels its start.
+            caller_left.set_result(None)
         elif ready.exception() is None:
             server, _ = ready.result()
             server.should_exit = True

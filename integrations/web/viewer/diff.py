@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 import msgspec
@@ -33,24 +34,22 @@ def diff_page(viewer: Viewer, request: Request) -> Response:
     Without `b`, `a` is compared with the chosen candidate of its call, or with another one if `a` is the chosen one.
     """
     run = viewer.run(request)
-    query = request.query_params
-    first = _call_of(run, query.get("a", ""))
-    second = _call_of(run, query["b"]) if query.get("b") else first
-    calls = {call.id: call for call in (first, second)}
-    groups = viewer.groups_of(run, ended_episode(run, first.episode))
+    left_id = request.query_params.get("a", "")
+    right_id = request.query_params.get("b", "")
+    left_call = _call_of(run, left_id)
+    calls = {left_call.id: left_call}
+    if right_id:
+        right_call = _call_of(run, right_id)
+        calls[right_call.id] = right_call
+    groups = viewer.groups_of(run, ended_episode(run, left_call.episode))
     candidates: dict[str, ShownCandidate] = {}
     for call in show_calls(run, list(calls.values()), groups, whole=True):
         candidates.update({candidate.id: candidate for candidate in call.candidates})
 
-    left = candidates.get(query["a"])
-    if query.get("b"):
-        right = candidates.get(query["b"])
-    else:
-        others = [candidate for candidate in candidates.values() if candidate.id != query["a"]]
-        chosen = [candidate for candidate in others if candidate.chosen]
-        right = next(iter([*chosen, *others]), None)
-    if left is None or (query.get("b") and right is None):
+    if left_id not in candidates or (right_id and right_id not in candidates):
         raise HTTPException(404, "There is no such candidate.")
+    left = candidates[left_id]
+    right = candidates[right_id] if right_id else _other_candidate(left, candidates.values())
     left_text = _text(left)
     right_text = _text(right) if right else ""
     return viewer.page(
@@ -63,6 +62,15 @@ def diff_page(viewer: Viewer, request: Request) -> Response:
         sides=diff(left_text, right_text) if right else ([], []),
         same=left_text == right_text,
     )
+
+
+def _other_candidate(left: ShownCandidate, candidates: Iterable[ShownCandidate]) -> ShownCandidate | None:
+    """The candidate to compare `left` with if the reader names none: the chosen one, or else the first other one."""
+    others = [candidate for candidate in candidates if candidate.id != left.id]
+    for candidate in others:
+        if candidate.chosen:
+            return candidate
+    return others[0] if others else None
 
 
 def diff(first: str, second: str) -> tuple[list[Piece], list[Piece]]:

@@ -21,7 +21,7 @@ from cotune.storage.whole_file import system_error_message
 
 _LARGEST = 64 << 10
 """Most bytes of a request."""
-_WHY = f"a note has at most {LONGEST:,} characters."
+_LIMIT_REASON = f"a note has at most {LONGEST:,} characters."
 
 
 class GivenNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,27 +35,30 @@ class GivenNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def note_part(viewer: Viewer, request: Request) -> Response:
     """Save a note. `access` has checked before that the sender may write."""
     try:
-        body = await read_body(request.scope, request.receive, _LARGEST, BodyRoom(_LARGEST), _WHY)
-        sent = decode_body(body, GivenNote)
-        saved = await asyncio.to_thread(_save, viewer.run(request), sent)
+        body = await read_body(request.scope, request.receive, _LARGEST, BodyRoom(_LARGEST), _LIMIT_REASON)
+        given_note = decode_body(body, GivenNote)
+        # In a thread, because it writes a file.
+        stored_note = await asyncio.to_thread(_store_note, viewer.run(request), given_note)
     except RequestError as error:
         return refusal(error)
     except RecordError as error:
         return refusal(RequestError(500, str(error)))
-    return json_response(saved or Note(id=sent.id))
+    return json_response(stored_note)
 
 
-def _save(run: OpenedRun, sent: GivenNote) -> Note | None:
-    """Store a note on an episode or candidate. Raises RequestError for an unknown target, or if notes cannot be
-    written.
+def _store_note(run: OpenedRun, given: GivenNote) -> Note:
+    """Store a person's note on an episode or candidate, and return it. If its thumb and text are empty, the note is
+    deleted, and an empty one returned.
+
+    Raises RequestError for an unknown target, or if notes cannot be written.
     """
-    if _find_target(run, sent.id) is None:
-        raise RequestError(404, f"{run.name} has no candidate and no episode {sent.id[:100]}.")
+    if _find_target(run, given.id) is None:
+        raise RequestError(404, f"{run.name} has no candidate and no episode {given.id[:100]}.")
     if run.notes_file is None:
         raise RequestError(409, "Notes are stored in a folder of records. A database cannot have notes.")
-    note = Note(id=sent.id, score=sent.score or None, note=sent.note.strip())
+    note = Note(id=given.id, score=given.score or None, note=given.note.strip())
     try:
-        return write_note(run.notes_file, note)
+        return write_note(run.notes_file, note) or Note(id=given.id)
     except OSError as error:
         reason = system_error_message(error, "write the note again")
         raise RequestError(500, reason) from None

@@ -67,33 +67,37 @@ def write_report(path: Path | str, out: Path, prices: Prices | None = None) -> N
 
 
 def report(run: OpenedRun, prices: Prices) -> str:
-    """The HTML of the report. Its policy allows only the scripts and styles of the viewer, by their hashes."""
+    """The HTML page of the report. It contains its scripts and styles, so that it is a single file."""
     scripts = ("uplot.js", "viewer.js")
     styles = ("uplot.css", "viewer.css")
-    policy = (
+    # A text in a record must not run as a script. The browser runs only scripts with these hashes.
+    content_security_policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     page = first_page(run, FAILED_TASKS)
     evaluation = page.headline.evaluation or most_telling(run.evaluations)
-    pairs, how = before_and_after(run, evaluation)
+    lost_tasks = None
+    if evaluation:
+        lost_tasks = show_evaluation(run, evaluation, kind="lost", size=TASKS)
+    episode_pairs, how_chosen = before_and_after(run, evaluation)
     uses = dict(sorted(Totals(run).by_role(prices).items()))
     return render(
         "report.html",
         run=run,
         state=run.state,
-        policy=policy,
+        policy=content_security_policy,
         scripts=scripts,
         styles=styles,
         facts=facts(run),
         page=page,
         learned=learned_answers(run),
-        evaluated=show_evaluation(run, evaluation, kind="lost", size=TASKS) if evaluation else None,
+        evaluated=lost_tasks,
         troubles=find_troubles(run),
         ending=ending(run),
         charts=charts([run]),
-        pairs=pairs,
-        how=how,
+        pairs=episode_pairs,
+        how=how_chosen,
         uses=uses,
         total=total_cost(uses),
         hues=hues(run),

@@ -88,14 +88,14 @@ class Colouring:
         return self.by in ("entropy", "ratio") and self._figures is None
 
     def of_candidate(self, advantage: float | None) -> str:
-        """The colour of a whole candidate; empty for none."""
+        """The CSS class that colours a whole candidate by its advantage; empty if it is not coloured."""
         if self.by != "advantage" or advantage is None:
             return ""
         if advantage == 0:
             return "t0"
-        sign = "p" if advantage > 0 else "n"
-        strength = 2 if abs(advantage) > 1 else 1
-        return f"t-{sign}{strength}"
+        if advantage < 0:
+            return "t-n2" if advantage < -1 else "t-n1"
+        return "t-p2" if advantage > 1 else "t-p1"
 
     def of_tokens(self, candidate: Candidate, id: str) -> ColouredTokens | None:
         """The coloured tokens of a candidate; None if it has no figures, or if the page has enough tokens already."""
@@ -113,12 +113,17 @@ class Colouring:
         return ColouredTokens(tuple(tokens), as_text=texts is not None, left_out=len(values) - count)
 
     def _values(self, candidate: Candidate, id: str) -> Sequence[float | None]:
-        """The figure of each token that colours it; empty if the candidate does not have this figure."""
+        """The number that colours each token of a candidate: its log-probability, its entropy, or the ratio of the
+        learner's and the sampler's probabilities. Empty if tokens are not coloured, or if their numbers are missing.
+        """
+        if self.by in ("", "advantage"):
+            return ()
         logprobs = candidate.logprobs
-        if self.by in ("", "advantage") or not logprobs or len(logprobs) != len(candidate.token_ids):
+        if not logprobs or len(logprobs) != len(candidate.token_ids):
             return ()
         if self.by == "logprob":
             return logprobs
+        # The other numbers come from the learner, which wrote them for the candidates of an update.
         figures = self._figures.of(id) if self._figures else None
         if figures is None or len(figures.gaps) != len(logprobs):
             return ()

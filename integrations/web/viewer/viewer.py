@@ -60,14 +60,18 @@ class Viewer:
         pages: tuple[Page, ...],
         fields: Mapping[str, KnownField] = MappingProxyType({}),
     ) -> None:
-        """The state of a viewer: the runs it shows, and the results that are expensive to compute, kept between
-        requests.
+        """The state of a viewer: the runs that it shows, and results that are kept between requests because they take
+        long to compute.
         """
         self._found = found
         self.runs = found.opened
         self.prices = prices
         self.fields = fields
-        self._tabs = {page.tab: page for page in reversed(pages) if page.path.startswith("/run/{run}") and page.tab}
+        self._first_pages: dict[str, Page] = {}
+        """Tab of a run -> the first of its pages, to which the tab leads."""
+        for page in pages:
+            if page.tab and page.path.startswith("/run/{run}"):
+                self._first_pages.setdefault(page.tab, page)
         self._steps: OrderedDict[tuple[OpenedRun, int | None, str], StepGroups] = OrderedDict()
         self._totals: dict[str, tuple[OpenedRun, Totals]] = {}
         self._lock = Lock()
@@ -152,7 +156,7 @@ class Viewer:
         """Render a page inside the frame that all pages share."""
         samples = run is None or run.samples
         tabs = []
-        for page in reversed(self._tabs.values()):
+        for page in self._first_pages.values():
             if page.sampled and not samples:
                 continue
             if page.analysed and (run is None or run.blame is None):
