@@ -73,8 +73,9 @@ class Client:
     """An awaitable of the responder's answer, if the application can cancel it by an option of the method."""
 
     def _edit_arguments(self, call: LiveCall, args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
-        """The arguments with the edited prompts of the call. They are unchanged if there are no edits, or if the
-        request made from the edited arguments does not have the edited texts.
+        """The arguments with which to call the client, so that it sends the edited prompts of the call.
+
+        Returns the application's arguments if there are no edits, or if the client would not send them.
         """
         warn = call.episode.warn
         if self.fixed_format:
@@ -84,13 +85,14 @@ class Client:
         edit = call.edits.text
         edited_args, edited_options = args, options
 
-        def edited_request() -> Mapping[str, Any] | None:
+        def request_with_edits() -> Mapping[str, Any] | None:
             nonlocal edited_args, edited_options
             edited_args, edited_options = self.edited(edit, *args, **options)
             return self.request(*edited_args, **edited_options)
 
-        # An error of `edited_request` must not stop the application, so `check_edits_sent` makes the call.
-        if check_edits_sent(call, edited_request, warn):
+        # `check_edits_sent` looks for the edited texts in this request. It makes the request itself, because an error must
+        # not stop the application.
+        if check_edits_sent(call, request_with_edits, warn):
             return edited_args, edited_options
         return args, options
 

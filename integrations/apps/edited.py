@@ -103,27 +103,30 @@ def _with_cache_mark(block: Any, mark: Any) -> Any:
     return {**block, "cache_control": mark}
 
 
-def edited_tools(tools: Any, replace_text: ReplaceText, chat: Callable[[Any], Any], described: str, schema: str) -> Any:
+def edited_tools(
+    tools: Any, replace_text: ReplaceText, to_chat: Callable[[Any], Any], description_field: str, parameters_field: str
+) -> Any:
     """The tools of a client with edited texts; `tools` itself if no text changes.
 
-    `chat` translates a tool to OpenAI's chat form. `described` and `schema` name the fields of the client's form that
-    hold the description and the schema of the parameters.
+    `to_chat` translates a tool to OpenAI's chat form. The client's form has the description of a tool in the field
+    `description_field`, and the schema of its parameters in the field `parameters_field`.
     """
 
     def edit_one_tool(tool: Any) -> Any:
-        """One tool of a client with its edited descriptions, in the client's own form. It is edited in chat form, so
-        only fields whose chat form changed are replaced.
+        """One tool with its edited texts, in the client's form. It is edited in chat form, and the fields that this has
+        changed are replaced.
         """
-        chat_tool = chat(tool)
+        chat_tool = to_chat(tool)
         edited_tool = map_tool(chat_tool, replace_text)
         if edited_tool is chat_tool:
             return tool
-        before = chat_tool.get("function") or chat_tool
-        after = edited_tool.get("function") or edited_tool
+        old_function = chat_tool.get("function") or chat_tool
+        new_function = edited_tool.get("function") or edited_tool
         changes = {}
-        for chat_field, client_field in (("description", described), ("parameters", schema)):
-            if after.get(chat_field) is not before.get(chat_field):
-                changes[client_field] = after[chat_field]
+        if new_function.get("description") is not old_function.get("description"):
+            changes[description_field] = new_function["description"]
+        if new_function.get("parameters") is not old_function.get("parameters"):
+            changes[parameters_field] = new_function["parameters"]
         return {**tool, **changes}
 
     return map_list(tools, edit_one_tool)

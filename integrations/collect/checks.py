@@ -78,11 +78,14 @@ class KeyUse:
         return ""
 
     def slices(self, records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-        """Divide records into parts with few rows. Other writers can use the store between the commits of two parts."""
+        """Divide the records of a batch into parts that add few rows to the store. Each part is committed alone, so
+        that other writers can use the store in between.
+        """
         first = 0
         rows = 0
         for index, record in enumerate(records):
-            # A record takes a row for each other record of its key that it applies to.
+            # A reward for a key takes a row for each episode of the key. An episode takes a row for each reward that
+            # its key has already. Other records take only their own row, which is not counted.
             added_rows = 0
             if isinstance(record, RewardRecord | FeedbackRecord):
                 added_rows = self._episodes[record.target]

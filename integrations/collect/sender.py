@@ -34,7 +34,8 @@ BATCH_BYTES = 1 << 20
 """The most bytes of records in a batch before compression. A single larger part is sent alone."""
 LARGEST = 15 << 20
 """The most bytes of records that are written together. Collectors accept no larger body."""
-PAUSE = (0.5, 30.0)
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 30.0
 """The first and the longest pause in seconds before a batch is sent again."""
 REFUSED_PAUSE = 30.0
 """Seconds before a batch is sent again if the collector refuses its token."""
@@ -99,11 +100,11 @@ class Sender:
 
     def write(self, records: Sequence[Record]) -> None:
         """Put records into the spool. They are sent soon afterwards."""
-        body, lost = pack(records)
-        if lost:
-            self._reject(lost, "cannot be packed")
+        body, unpackable = pack(records)
+        if unpackable:
+            self._reject(unpackable, "cannot be packed")
         if len(body) > LARGEST:
-            if not lost:
+            if not unpackable:
                 self._reject(len(records), f"take more than {LARGEST >> 20} MiB")
             return
         spool = self._open_spool()
@@ -135,10 +136,11 @@ class Sender:
         atexit.unregister(self.finish)
         if self._spool is None:
             return
-        if not self._started:
+        if not self._started:  # nothing was written
             self._spool.close()
             self._spool = None
             return
+        # The thread may wait for any of these. It sends the waiting records and ends.
         self._closing.set()
         self._urgent.set()
         self._news.set()
@@ -175,7 +177,7 @@ class Sender:
         self._logged_outage = ""
         """The logged cause of the failed deliveries; empty while the collector takes records."""
         self._logged_rejections: set[str] = set()
-        self._pause = PAUSE[0]
+        self._next_pause = FIRST_PAUSE
 
     def _open_spool(self) -> Spool:
         """The spool of this process. It is opened at its first use, and again after a fork."""
@@ -232,7 +234,7 @@ class Sender:
             except _Undelivered:
                 if not spool.memory_bytes or time.monotonic() > last_attempt:
                     return False
-                time.sleep(PAUSE[0])
+                time.sleep(FIRST_PAUSE)
             else:
                 return True
 
@@ -242,10 +244,10 @@ class Sender:
             self._logged_outage = failure.cause
             text = "The collector %s takes no records now (%s). They wait in %s and are sent later."
             log.warning(text, self.url, failure.cause, self.folder)
-        # Processes must not all send again at once.
-        pause = max(failure.pause, self._pause * random.uniform(0.5, 1.0))
-        self._pause = min(2 * self._pause, PAUSE[1])
-        self._closing.wait(pause)
+        # The pause is random, because processes must not all send again at once.
+        seconds = max(failure.pause, self._next_pause * random.uniform(0.5, 1.0))
+        self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+        self._closing.wait(seconds)
 
     def _send_abandoned(self) -> None:
         """Send the spools of the application's ended processes, until the collector does not accept a batch."""
@@ -263,7 +265,7 @@ class Sender:
             if self._logged_outage:
                 log.warning("The collector %s takes records again.", self.url)
             self._logged_outage = ""
-            self._pause = PAUSE[0]
+            self._next_pause = FIRST_PAUSE
             with self._sent:
                 self._sent.notify_all()
 

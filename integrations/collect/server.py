@@ -240,16 +240,16 @@ class Collector:
     ) -> list[Mapping[str, Sequence[Record]]]:
         """Commit the slices of a batch one after the other. `left_out` counts the records that the sender left out.
 
-        Returns the records of each slice that the store has dropped, by the store's counter. Raises RequestError (503)
-        if the store fails.
+        Returns, for each slice, the records that the store did not accept, by the name of the counter that counts them
+        ("lost", "refused" or "foreign"). Raises RequestError (503) if the store fails.
         """
         start = time.monotonic()
         self._commits.add(start)
         try:
             *earlier_slices, last_slice = slices
-            dropped = [self.store.commit(part) for part in earlier_slices]
+            dropped_of_slices = [self.store.commit(earlier_slice) for earlier_slice in earlier_slices]
             # After a failed commit, the batch is sent again, so only the last commit may count the left-out records.
-            dropped.append(self.store.commit(last_slice, left_out))
+            dropped_of_slices.append(self.store.commit(last_slice, left_out))
         except CotuneError as error:
             self.counts.add("commits", outcome="failed")
             self.failing = True
@@ -261,7 +261,7 @@ class Collector:
         self.counts.add("commits", outcome="ok")
         self.failing = False
         self.counts.add("commit_seconds", time.monotonic() - start)
-        return dropped
+        return dropped_of_slices
 
     async def health(self, request: Request) -> Response:
         """GET /health: whether the store works, and how much waits for it."""

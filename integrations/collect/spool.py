@@ -56,11 +56,11 @@ class _Segment:
 class Spool:
     """Frames in the order of their arrival. Any thread may call `add`. Only one thread may take and acknowledge."""
 
-    def __init__(self, folder: Path, bound: int, owner: str = "") -> None:
-        """Make a new spool in `folder`. With `owner`, open the spool of this name that an ended process has left there.
+    def __init__(self, folder: Path, bound: int, left_spool: str = "") -> None:
+        """Make a new spool in `folder`, or open the spool with the name `left_spool`, which an ended process has left.
 
-        A new spool never raises an error. Its frames wait in memory while no file can be made in the folder. With
-        `owner`, raises RunError if its process still runs. `bound` is the most bytes that the spool keeps on the disk.
+        A new spool never raises an error: its frames wait in memory while no file can be made in the folder. A left
+        spool raises RunError if its process still runs. `bound` is the most bytes that the spool keeps on the disk.
         """
         self.folder = folder
         self.dropped = 0
@@ -75,11 +75,11 @@ class Spool:
         self._next_number = 0
         self._segments: deque[_Segment] = deque()
         self._in_memory = _Segment(None)
-        self.name = owner or new_id()
+        self.name = left_spool or new_id()
         self._lock: FileLock | None = None
-        if owner:
-            self._lock = _lock_spool(folder, owner)
-            paths = sorted(folder.glob(f"{owner}-*.frames"))
+        if left_spool:
+            self._lock = _lock_spool(folder, left_spool)
+            paths = sorted(folder.glob(f"{left_spool}-*.frames"))
             self._segments.extend(_Segment(path, path.stat().st_size) for path in paths)
             self._next_number = len(paths)
         else:

@@ -209,11 +209,14 @@ class _LoopClient:
 
     @contextmanager
     def counting_request(self) -> Iterator[None]:
-        """Count the block as an open request. Its end wakes the requests that wait for money it did not need."""
+        """Count the block as an open request. Its end wakes the requests that wait because the cost reserved for open
+        requests leaves too little of the budget.
+        """
         self.open_requests += 1
         try:
             yield
         finally:
             self.open_requests -= 1
+            # An event stays set, so requests that wait from now on get a new one.
             self.request_ended.set()
             self.request_ended = asyncio.Event()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -128,7 +127,8 @@ class Judge(Ranking):
         if (model is None) == (role is None):
             fault = "is missing" if model is None else "cannot be used with role"
             raise ConfigError("Judge.model", model, fault, "Name a model, or a role of the run.")
-        if role is not None and (settings.max_calls, max_cost, price, base_url, api_key) != (None,) * 5:
+        options_of_model = (settings.max_calls, max_cost, price, base_url, api_key)
+        if role is not None and any(option is not None for option in options_of_model):
             fault = "cannot be used with max_calls, max_cost, price, base_url or api_key: a policy of the run answers"
             raise ConfigError("Judge.role", role, fault)
         _check_costs(price, max_cost)
@@ -159,10 +159,10 @@ class Judge(Ranking):
 
         A single sibling gets no reward. If all siblings have the same text, each gets 0.5. Raises JudgeError.
         """
-        if len(context) == 2:  # `(call, task)`: the siblings are candidates
+        if len(context) == 2:  # the arguments are (candidates, call, task)
             call, _ = context
             shown = _show_candidates(siblings, call)
-        else:
+        else:  # the arguments are (episodes, task)
             (task,) = context
             shown = _show_episodes(siblings, task)
         if len(siblings) < 2:
@@ -170,25 +170,33 @@ class Judge(Ranking):
 
         # Siblings with the same text are shown to the judge as one entry.
         entries = list(dict.fromkeys(shown.texts))
-        new_question = functools.partial(
-            question,
-            self.rubric,
-            shown.shared,
-            entries,
-            what=shown.kind,
-            seed=self.settings.seed,
-            reason=self.settings.reason,
-        )
-        episode = shown.episode
-        if episode is not None and episode.offline:
-            return await self._dry_run(shown.shared, len(siblings), new_question, episode)
+        questions = []
+        for turn in range(self.settings.passes):  # each turn shows the entries in another order
+            questions.append(
+                question(
+                    self.rubric,
+                    shown.shared,
+                    entries,
+                    what=shown.kind,
+                    seed=self.settings.seed,
+                    turn=turn,
+                    reason=self.settings.reason,
+                )
+            )
+        if shown.episode is not None and shown.episode.offline:
+            return await self._dry_run(shown.shared, len(siblings), questions[0], shown.episode)
         if len(entries) == 1:
             return [Feedback({self.name: 0.5}, "")] * len(siblings)
 
-        # Each pass asks the question with the entries in another order.
+        verdicts = await self._verdicts_on(questions, shown.episode)
+        return self._mean_feedback(questions, verdicts, [entries.index(text) for text in shown.texts])
+
+    async def _verdicts_on(self, questions: Sequence[Question], episode: LiveEpisode | None) -> list[Verdict]:
+        """The judge's verdicts on the questions, which are asked at once. Raises the first error after all have ended,
+        as every verdict is stored and need not be asked for again.
+        """
         ask = self._ask(episode)
         redaction = judging.get().redaction if episode is None else episode.redaction
-        questions = [new_question(turn=turn) for turn in range(self.settings.passes)]
         verdicts_or_errors = await asyncio.gather(
             *(self._verdict_on(asked, ask, redaction) for asked in questions), return_exceptions=True
         )
@@ -198,7 +206,7 @@ class Judge(Ranking):
                 self._ledger.count(self.key, "dropped")
                 raise verdict
             verdicts.append(verdict)
-        return self._mean_feedback(questions, verdicts, [entries.index(text) for text in shown.texts])
+        return verdicts
 
     def _mean_feedback(
         self, questions: Sequence[Question], verdicts: Sequence[Verdict], entry_of_sibling: Sequence[int]
@@ -292,14 +300,16 @@ class Judge(Ranking):
         return answer.candidates[answer.chosen].text
 
     async def _dry_run(
-        self, shared: str, count: int, new_question: Callable[[], Question], episode: LiveEpisode
+        self, shared: str, n_siblings: int, asked: Question, episode: LiveEpisode
     ) -> Sequence[Feedback | None]:
-        """Random rewards of `count` siblings for a dry run, which contacts no server."""
+        """Random rewards of the siblings for a dry run, which contacts no server."""
         if self.role is not None:
             # The call shows the role to the dry run. Its answer has no meaning.
-            await self._ask_role(episode, self._request(new_question()))
-        order = random.Random(address(shared.encode())).sample(range(count), count)
-        return [Feedback({self.name: value}, "") for value in values_of_tiers([[i] for i in order])]
+            await self._ask_role(episode, self._request(asked))
+        # A random ranking without ties, the same whenever the same is judged.
+        ranking = random.Random(address(shared.encode())).sample(range(n_siblings), n_siblings)
+        tiers = [[sibling] for sibling in ranking]
+        return [Feedback({self.name: value}, "") for value in values_of_tiers(tiers)]
 
     def _request(self, asked: Question) -> dict[str, Any]:
         body = {**self._body, "messages": asked.messages}

@@ -171,8 +171,11 @@ class ClientAttribute:
 
 
 def _caller(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
-    """The caller of a request by `owner`, with the earlier answers that its messages contain."""
+    """The caller of a request by `owner`, an agent or a team's manager: its role, the messages that it has received,
+    and the ids of the earlier answers that `messages`, the request's, contain.
+    """
     scope = innermost(AutogenScope)
+    # AutoGen's objects may be of another version. An error here must not stop the application.
     try:
         owner_scope = scope.of(owner) if scope else None
         if owner_scope is not None:
@@ -181,14 +184,14 @@ def _caller(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
         else:
             role = _role_outside_scope(owner, scope.names if scope else None)
             received = ()
-        thread_messages = []
-        thread = getattr(owner, "_message_thread", None)
-        if thread is not None:
+        team_messages = []
+        team_thread = getattr(owner, "_message_thread", None)
+        if team_thread is not None:
             # The manager of a team gets all messages of the team, and makes a prompt of its own from them.
-            received = tuple(thread)
-            thread_messages = [message.to_model_message() for message in thread if hasattr(message, "to_model_message")]
+            received = tuple(team_thread)
+            team_messages = [m.to_model_message() for m in team_thread if hasattr(m, "to_model_message")]
         state = AgentState(owner, scope.team if scope else None, received, tuple(messages))
-        read = lineage_of(episode).read([*thread_messages, *messages])
+        read = lineage_of(episode).read([*team_messages, *messages])
         return CallerContext(role, NAME, state=state, read=read, output=new_id())
     except Exception as error:  # noqa: BLE001
         episode.warn("autogen", "The AutoGen integration could not find the messages that a call reads.", error)

@@ -31,8 +31,6 @@ from cotune.records.answers import Answer
 
 _CACHE = "ChatCompletionCache"
 _OPENAI = "BaseOpenAIChatCompletionClient"
-_RECORDED_ELSEWHERE = {_OPENAI, _CACHE}
-"""Classes of autogen_ext whose calls are recorded elsewhere: at the OpenAI SDK, and at the client behind a cache."""
 
 
 def install() -> None:
@@ -41,19 +39,27 @@ def install() -> None:
 
 
 def _wrap(cls: type) -> None:
-    """Wrap the methods of one client class, unless its calls are recorded elsewhere."""
-    # Compared by name: importing `autogen_ext` here would load optional packages of the application.
-    if cls.__module__.startswith("autogen_ext."):
-        if cls.__name__ == _CACHE:
-            replace_method(cls, "create", _bypass_cache("create"))
-            replace_method(cls, "create_stream", _bypass_cache("create_stream"))
-        elif cls.__name__ == _OPENAI:
-            replace_method(cls, "create", _silence_model_names)
+    """Wrap the methods of one class of model clients, so that its calls are recorded.
+
+    Two classes are not recorded here: the client of OpenAI, whose calls the OpenAI SDK's integration records, and the
+    cache of answers, which asks another client. Classes are compared by name, because importing `autogen_ext` would
+    load optional packages of the application.
+    """
+    if _is_of_autogen_ext(cls, _CACHE):
+        replace_method(cls, "create", _bypass_cache("create"))
+        replace_method(cls, "create_stream", _bypass_cache("create_stream"))
+    elif _is_of_autogen_ext(cls, _OPENAI):
+        replace_method(cls, "create", _silence_model_names)
     for base in cls.__mro__:
-        if base.__name__ in _RECORDED_ELSEWHERE and base.__module__.startswith("autogen_ext."):
+        if _is_of_autogen_ext(base, _CACHE) or _is_of_autogen_ext(base, _OPENAI):
             return
     if cls is not ChatCompletionClient:
         _CLIENT.hook(cls, acall="create", astream="create_stream")
+
+
+def _is_of_autogen_ext(cls: type, name: str) -> bool:
+    """Whether a class is the class of this name in AutoGen's package of extensions."""
+    return cls.__name__ == name and cls.__module__.startswith("autogen_ext.")
 
 
 def _silence_model_names(original: Any) -> Any:

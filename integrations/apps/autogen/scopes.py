@@ -35,11 +35,16 @@ class Names:
         paths_and_members = list(_members_with_paths(root))
         self.members = [member for _, member in paths_and_members]
         """All members. The references also keep Python from reusing their ids, which are the keys below."""
-        counts = Counter(_kind(member) for member in self.members if _makes_calls(member))
+        # An agent and a team with the same name stay apart, so they may share it.
+        members_of_name = Counter(_kind_and_name(member) for member in self.members if _makes_calls(member))
         self._labels: dict[int, str] = {}
         for path, member in paths_and_members:
-            ambiguous = counts[_kind(member)] > 1 and len(path) > 1
-            self._labels[id(member)] = "/".join(path[1:]) if ambiguous else path[-1]
+            path_below_root = path[1:]
+            shares_name = members_of_name[_kind_and_name(member)] > 1
+            if shares_name and path_below_root:
+                self._labels[id(member)] = "/".join(path_below_root)
+            else:
+                self._labels[id(member)] = path[-1]
 
     def of(self, member: Any, name: str) -> str:
         """The label of a member; the plain name of an object that was not part of the application from the start."""
@@ -219,7 +224,7 @@ def _inner_members(member: Any) -> Iterator[Any]:
             yield value
 
 
-def _kind(member: Any) -> tuple[bool, str]:
+def _kind_and_name(member: Any) -> tuple[bool, str]:
     return isinstance(member, _teams()), member.name
 
 

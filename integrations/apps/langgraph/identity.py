@@ -36,8 +36,8 @@ from cotune.recording.recorder import LiveEpisode
 from cotune.recording.roles import place_here
 
 NAME = "langgraph"
-_MESSAGE_ID = len("lc_run--") + 36
-"""Length of the part of a message id that names the run; a number follows it in some versions of the message."""
+_LENGTH_OF_RUN_NAME = len("lc_run--") + 36
+"""Length of the part of a message id that names the run, which ends with a UUID."""
 
 
 class _Runs:
@@ -270,7 +270,8 @@ def _outputs_in_prompt(runs: _Runs, messages: Any) -> list[str]:
             continue
         # LangChain names the message of an answer after the run, unless the provider gives it an id.
         if message.id.startswith("lc_run--"):
-            outputs.append(message.id[:_MESSAGE_ID])
+            # In some versions a number follows the id of the run.
+            outputs.append(message.id[:_LENGTH_OF_RUN_NAME])
         elif message.id in runs.outputs:
             outputs.append(runs.outputs[message.id])
     return outputs

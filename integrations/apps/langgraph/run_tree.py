@@ -62,9 +62,13 @@ class GraphRun(msgspec.Struct):
     def tool(
         cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], middleware: Any = None
     ) -> GraphRun:
+        """A run of a tool. It belongs to the node around it, which is `parent` or, if LangChain has not reported the
+        node, is read from the metadata.
+        """
         space = metadata.get(_SPACE) or ""
         agent = metadata.get("lc_agent_name")
-        parent = parent or _from_namespace(space, agent)
+        if parent is None:
+            parent = _from_namespace(space, agent)
         state = getattr(parent, "state", None)
         return cls(parent, "tool", name or "tool", space, agent, state=state, middleware=middleware)
 

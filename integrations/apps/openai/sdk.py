@@ -304,16 +304,20 @@ def _begin_call(exchange: _Exchange, episode: LiveEpisode, form: Form, content: 
     if not isinstance(request_body, dict):
         raise ValueError("the body is not a JSON object")
     chat_body, unsupported_reason = form.read(request_body, episode)
-    call = opened_call.get()
-    if call is None or call.on_wire or call.ended:
-        # No model class has opened a call, or its call has a request already: this request is another call.
-        unedited_body = undo_edits(call, chat_body)
+    # A model class of a framework, such as LangChain's, opens a call before it uses the SDK.
+    call_of_class = opened_call.get()
+    if call_of_class is not None and not call_of_class.on_wire and not call_of_class.ended:
+        call = call_of_class
+        if call.rewritten is None:
+            # The request also has parameters that the model class did not know, such as those of its client.
+            call.read(chat_body)
+    else:
+        # Without a model class, or for its second request, this request is a call of its own.
+        unedited_body = undo_edits(call_of_class, chat_body)
         call = episode.start(identify(), unedited_body)
         # If a model class has edited the prompts already, they must not be edited twice.
-        exchange.edits = call.rewritten is not None and unedited_body is chat_body
-    elif call.rewritten is None:
-        # The request also has parameters that the model class did not know, such as those of its client.
-        call.read(chat_body)
+        was_edited = unedited_body is not chat_body
+        exchange.edits = call.rewritten is not None and not was_edited
     call.on_wire = True
     call.unsupported_reason = unsupported_reason
     exchange.call = call

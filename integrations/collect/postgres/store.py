@@ -109,10 +109,11 @@ class PostgresStore(SqlStore[Connection]):
         if read_only:
             with _connect(address) as db:
                 _check(db, display_address)
-            return cls(display_address, lambda: _connect(address), None, None)
+            return cls(display_address, lambda: _connect(address), writer=None, lock=None)
         with _connect(address, writes=True) as db:
             _prepare(db, display_address)
-        return cls(display_address, lambda: _connect(address), Writer(PostgresDatabase(address, display_address)), None)
+        writer = Writer(PostgresDatabase(address, display_address))
+        return cls(display_address, lambda: _connect(address), writer, lock=None)
 
     @property
     def folder(self) -> None:

@@ -94,8 +94,8 @@ def _parse(raw: bytes) -> Address | None:
     parts = unquote(tail).split("/")
     if len(parts) > 1 and any(part in ("", ".", "..") for part in parts):
         raise RequestError(400, "The path has an empty part, or one that is . or ..", code="invalid_path")
-    family = next((name for name in _METHODS if _belongs_to(tail, name)), None)
-    if family is None:
+    methods = _methods_of(tail)
+    if methods is None:
         served = ", ".join(dict.fromkeys(name.rstrip("/") for name in _METHODS))
         raise RequestError(404, f"Not Found: /v1/{tail[:_LONGEST]}. Served are: {served}.", code="not_found")
     episode = role = None
@@ -103,14 +103,17 @@ def _parse(raw: bytes) -> Address | None:
         episode = _checked_id(_unquote_field(match["episode"], "episode"), "episode")
     if match["role"] is not None:
         role = _checked_role(_unquote_field(match["role"], "role"))
-    return Address(tail, _METHODS[family], _FORM_OF_TAIL.get(tail), episode, role)
+    return Address(tail, methods, _FORM_OF_TAIL.get(tail), episode, role)
 
 
-def _belongs_to(tail: str, name: str) -> bool:
-    """Whether a path is one of the paths of a name in `_METHODS`."""
-    if name.endswith("/"):
-        return tail.startswith(name) and len(tail) > len(name)
-    return tail == name
+def _methods_of(tail: str) -> tuple[str, ...] | None:
+    """The methods of a path under /v1/; None for a path that is not served."""
+    for name, methods in _METHODS.items():
+        if tail == name and not name.endswith("/"):
+            return methods
+        if name.endswith("/") and tail.startswith(name) and len(tail) > len(name):
+            return methods
+    return None
 
 
 def caller_identity(scope: Scope, address: Address, role_header: str = "") -> Identity:

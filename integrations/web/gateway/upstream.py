@@ -78,29 +78,46 @@ class Upstream:
     async def send(
         self, method: str, tail: str, query: bytes, headers: CIMultiDict[str], body: bytes
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to a request. Leaving early closes its connection, which cancels the request at the provider.
+        """Send a request to the provider. The block gets the answer, whose body it reads. A block that ends before the
+        body does closes the connection, which cancels the request at the provider.
 
         Raises UpstreamError if there is no answer, or if it breaks off inside the block.
         """
-        url = URL(f"{self.url}/{tail}?{query.decode()}" if query else f"{self.url}/{tail}", encoded=True)
         try:
-            try:
-                answer = await self._open().request(
-                    method, url, data=body or None, headers=headers, proxy=self._proxy, allow_redirects=False
-                )
-            except ValueError as error:
-                raise RequestError(400, f"A header cannot be forwarded: {error}.", code="invalid_header") from None
+            answer = await self._request(method, tail, query, headers, body)
             try:
                 if not 200 <= answer.status < 600:
                     raise UpstreamError(f"it answered with status {answer.status}")
                 yield answer
             finally:
                 if answer.content.at_eof():
-                    answer.release()
+                    answer.release()  # the connection serves the next request
                 else:
                     answer.close()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise UpstreamError(f"{type(error).__name__}: {error}"[:300].rstrip(": ")) from error
+            cause = f"{type(error).__name__}: {error}"[:300]
+            raise UpstreamError(cause.rstrip(": ")) from error  # some errors have no text
+
+    async def _request(
+        self, method: str, tail: str, query: bytes, headers: CIMultiDict[str], body: bytes
+    ) -> aiohttp.ClientResponse:
+        """Send a request and read the head of its answer. Raises RequestError (400) for a header that cannot be sent,
+        and aiohttp's errors.
+        """
+        url = f"{self.url}/{tail}"
+        if query:
+            url += f"?{query.decode()}"
+        try:
+            return await self._open().request(
+                method,
+                URL(url, encoded=True),
+                data=body or None,
+                headers=headers,
+                proxy=self._proxy,
+                allow_redirects=False,
+            )
+        except ValueError as error:
+            raise RequestError(400, f"A header cannot be forwarded: {error}.", code="invalid_header") from None
 
     def request_headers(self, headers: Iterable[tuple[bytes, bytes]], replace_key: bool) -> CIMultiDict[str]:
         """The headers to forward. With `replace_key`, the client's key is replaced by the provider's.

@@ -95,11 +95,14 @@ def json_values(raw: bytes, exact_above: int = 0) -> int:
         return upper_bound
     # Without escaped quotes, a character is outside of strings if an even number of quotes comes before it.
     text = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-    outside = np.bitwise_xor.accumulate(text == ord('"')) == 0
-    opened = ((text == ord("[")) | (text == ord("{"))) & outside
-    empty = opened[:-1] & ((text[1:] == ord("]")) | (text[1:] == ord("}")))
-    commas = np.count_nonzero((text == ord(",")) & outside)
-    return int(1 + commas + np.count_nonzero(opened) - np.count_nonzero(empty))
+    is_outside = np.bitwise_xor.accumulate(text == ord('"')) == 0
+    is_comma = (text == ord(",")) & is_outside
+    is_opening = ((text == ord("[")) | (text == ord("{"))) & is_outside
+    is_closing = (text == ord("]")) | (text == ord("}"))
+    is_empty_container = is_opening[:-1] & is_closing[1:]
+    # An array or object holds one value more than it has commas, unless it is empty. The text is one value itself.
+    inner_values = np.count_nonzero(is_opening) - np.count_nonzero(is_empty_container) + np.count_nonzero(is_comma)
+    return int(1 + inner_values)
 
 
 def inflated(raw: bytes, coding: str, limit: int, setting: str, complete: bool = True) -> bytes:

@@ -115,12 +115,17 @@ def show_losses(run: OpenedRun, episodes: Sequence[LostEpisode]) -> list[ShownLo
 
 
 def show_alternative(run: OpenedRun, episode: Episode, fork: Fork) -> Alternative:
-    """An episode that leaves another one at `fork`, as it is shown."""
+    """A row of the page for `episode`, which repeats an analysed episode up to the call at `fork`, answers this call
+    anew, and continues to an outcome of its own.
+    """
     call = run.figures.call(fork.at)
+    answer = ""
+    if call.chosen is not None:
+        answer = answer_line(call.candidates[call.chosen])
     return Alternative(
         episode=episode.id,
         step=call.step,
-        answer="" if call.chosen is None else answer_line(call.candidates[call.chosen]),
+        answer=answer,
         outcome=summed_outcome(episode, run.store.rewards([episode.id]).get(episode.id)),
         raised=episode.status == "error",
     )

@@ -124,13 +124,16 @@ def _after(filters: Filters, before: str, shown: list[EpisodeLine], *, more: boo
 def _rows(
     run: OpenedRun, lines: list[EpisodeLine], matches: Mapping[str, Match | None] = MappingProxyType({})
 ) -> tuple[EpisodeRow, ...]:
-    """The rows of episodes in the table. `matches` has the passages that a search has matched, by episode."""
+    """The rows of the table of episodes, with the beginnings of each task's question and of the episode's answer.
+
+    `matches` has the passages that a search has matched, by episode.
+    """
     ids = [line.id for line in lines]
     rewards = run.store.rewards(ids)
-    texts = exchanges(run.store, ids)
+    question_and_answer = exchanges(run.store, ids)
     rows = []
     for line in lines:
-        exchange = texts.get(line.id, Exchange())
+        exchange = question_and_answer.get(line.id, Exchange())
         rows.append(
             EpisodeRow(
                 id=str(line.id),
@@ -160,10 +163,10 @@ def _search_episodes(run: OpenedRun, filters: Filters, before: str) -> ListPage[
     matches: dict[str, Match | None] = {}
     text_in_message: dict[str, bool] = {}  # messages that were searched already, shared by all chunks
     deadline = time.monotonic() + SEARCH_SECONDS
-    searched = 0
-    position = before
+    n_searched = 0
+    chunk_start = before
     while True:
-        chunk = _lines(run, filters, position, CHUNK)
+        chunk = _lines(run, filters, chunk_start, CHUNK)
         # The id of each matching episode, with the id of the call that matches; empty if the episode itself does.
         call_of_hit = run.figures.episodes_with_text(filters.q, [line.id for line in chunk], text_in_message)
         for n_read, line in enumerate(chunk, start=1):
@@ -175,14 +178,15 @@ def _search_episodes(run: OpenedRun, filters: Filters, before: str) -> ListPage[
             else:
                 matches[line.id] = match_in_episode(run, line.id, filters.q)
             if len(matching_lines) == PAGE:
-                next_position = _after(filters, position, chunk[:n_read], more=True)
-                return ListPage(rows=_rows(run, matching_lines, matches), after=next_position)
-        searched += len(chunk)
+                # The next page begins within this chunk.
+                next_start = _after(filters, chunk_start, chunk[:n_read], more=True)
+                return ListPage(rows=_rows(run, matching_lines, matches), after=next_start)
+        n_searched += len(chunk)
         if len(chunk) < CHUNK:
             return ListPage(rows=_rows(run, matching_lines, matches))
-        position = _after(filters, position, chunk, more=True)
+        chunk_start = _after(filters, chunk_start, chunk, more=True)
         if time.monotonic() > deadline:
-            return ListPage(rows=_rows(run, matching_lines, matches), after=position, searched=searched)
+            return ListPage(rows=_rows(run, matching_lines, matches), after=chunk_start, searched=n_searched)
 
 
 def _number(text: str | None) -> float | None:

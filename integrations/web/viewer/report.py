@@ -128,19 +128,22 @@ def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tup
 
 
 def _pairs_of_evaluation(run: OpenedRun, evaluation: StoredEvaluation) -> list[Pair]:
-    """Episodes of the base and of the trained policies on the same tasks, if the evaluation has kept them."""
-    label, against = compared_modes(evaluation) or ("", "")
+    """Episodes of the policies before training and of the trained ones on the same tasks of an evaluation. Empty if
+    the evaluation did not run both, or if its records were removed.
+    """
+    after_mode, before_mode = compared_modes(evaluation) or ("", "")
     records = run.records_of(evaluation)
     modes = evaluation.evaluations
-    if records is None or against not in modes:
+    if records is None or before_mode not in modes:
         return []
-    tasks = sorted(modes[label].endings.keys() & modes[against].endings.keys())[:EPISODES]
+    common_tasks = modes[after_mode].endings.keys() & modes[before_mode].endings.keys()
+    tasks = sorted(common_tasks)[:EPISODES]
     episode_ids = episodes_of_modes(run, evaluation, tasks)
     pairs = []
     for task in tasks:
-        if (task, label) in episode_ids and (task, against) in episode_ids:
-            before = _reported_episode(records, episode_ids[task, against], f"before: {against}")
-            after = _reported_episode(records, episode_ids[task, label], f"after: {label}")
+        if (task, after_mode) in episode_ids and (task, before_mode) in episode_ids:
+            before = _reported_episode(records, episode_ids[task, before_mode], f"before: {before_mode}")
+            after = _reported_episode(records, episode_ids[task, after_mode], f"after: {after_mode}")
             pairs.append(Pair(task=task, before=before, after=after))
     return pairs
 

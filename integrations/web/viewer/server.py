@@ -50,7 +50,8 @@ def view(paths: Iterable[str | Path], say: Callable[[str], None], **options: Any
     """Serve until Ctrl-C, SIGTERM or SIGHUP. `options` are the arguments of `viewing`; `say` prints a line."""
     with stopped_by_signals(), viewing(paths, **options) as server:
         token = options.get("token")
-        say(f"Open {server.url}{address(**({'token': token} if token else {}))}")
+        fields = {"token": token} if token else {}
+        say(f"Open {server.url}{address(**fields)}")
         for run in server.opened:
             say(f"  {run.name}: {run.path} ({run.state})")
         say("Ctrl-C stops it.")

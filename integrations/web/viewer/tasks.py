@@ -17,14 +17,17 @@ def tasks_page(viewer: Viewer, request: Request) -> Response:
     phase = query.get("phase")
     if not phase:
         phase = "train" if "train" in phases else next(iter(phases), "")
-    kind = query.get("kind", "")
+    kind = query.get("kind", "")  # "never", "sometimes" or "always" solved
     order = query.get("order", "")
+    page_of_tasks = tasks(run, phase, kind, query.get("after", ""), order)
+    # Training may choose the best of several episodes of a task, which raises the shown success.
+    path_of_training = selected_path(run) if phase == "train" else ""
     return viewer.page(
         request,
         "tasks.html",
         run,
-        found=tasks(run, phase, kind, query.get("after", ""), order),
-        path=selected_path(run) if phase == "train" else "",
+        found=page_of_tasks,
+        path=path_of_training,
         phase=phase,
         phases=phases,
         kind=kind,

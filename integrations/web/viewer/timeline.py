@@ -218,10 +218,11 @@ def _ticks(seconds: float, scale: float) -> Iterator[Tick]:
 
 def _arrow_path(read: Bar, reader: Bar) -> str:
     """The SVG path of a curve from the right edge of the call that was read to the left edge of its reader."""
+    half_height = (ROW - 4) / 2  # of a bar, which is a little lower than its row
     start_x = read.x + read.width
-    start_y = read.y + ROW / 2 - 2
+    start_y = read.y + half_height
     end_x = reader.x
-    end_y = reader.y + ROW / 2 - 2
+    end_y = reader.y + half_height
     bend = max(12.0, abs(end_x - start_x) / 2)
     return (
         f"M{start_x:.1f} {start_y:.1f}C{start_x + bend:.1f} {start_y:.1f} "

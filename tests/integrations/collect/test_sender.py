@@ -70,7 +70,8 @@ def collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]
     made.url = f"http://127.0.0.1:{server.server_port}/base"
     monkeypatch.setenv("COTUNE_SPOOL", str(tmp_path))
     monkeypatch.setattr(senders, "LINGER", 0.01)
-    monkeypatch.setattr(senders, "PAUSE", (0.01, 0.05))
+    monkeypatch.setattr(senders, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(senders, "LONGEST_PAUSE", 0.05)
     monkeypatch.setattr(senders, "REFUSED_PAUSE", 0.05)
     yield made
     server.shutdown()
