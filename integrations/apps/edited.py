@@ -78,22 +78,23 @@ def _with_new_texts(
     moves to the block before it if the next block is unchanged, otherwise to the next block, which replaces it.
     """
     content: list[Any] = []
-    pending_mark: Any = None
+    mark_of_removed: Any = None  # of the blocks removed since the last block in `content`
     for block, old_text, new_text in zip(blocks, old_texts, new_texts, strict=True):
-        if new_text == "" and old_text:
+        has_become_empty = new_text == "" and old_text
+        if has_become_empty:
             if isinstance(block, Mapping):
-                pending_mark = block.get("cache_control", pending_mark)
+                mark_of_removed = block.get("cache_control", mark_of_removed)
             continue
         if new_text == old_text:
             if content:
-                content[-1] = _with_cache_mark(content[-1], pending_mark)
+                content[-1] = _with_cache_mark(content[-1], mark_of_removed)
             content.append(block)
         else:
             new_block = new_text if isinstance(block, str) else {**block, "text": new_text}
-            content.append(_with_cache_mark(new_block, pending_mark))
-        pending_mark = None
+            content.append(_with_cache_mark(new_block, mark_of_removed))
+        mark_of_removed = None
     if content:
-        content[-1] = _with_cache_mark(content[-1], pending_mark)
+        content[-1] = _with_cache_mark(content[-1], mark_of_removed)
     return content
 
 

@@ -82,18 +82,19 @@ def read_tokens(path: str | Path) -> dict[str, list[str]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("tokens", str(path), f"is no TOML ({error})", 'Write lines such as: desk = "TOKEN"') from None
     tokens: dict[str, list[str]] = {}
-    owners: dict[str, str] = {}
+    app_of_token: dict[str, str] = {}
     for app, value in entries.items():
-        several = value if isinstance(value, list) else [value]
-        for token in several or [None]:
+        app_tokens = value if isinstance(value, list) else [value]
+        for token in app_tokens or [None]:  # an empty list is an error too
             if not isinstance(token, str) or len(token) < 16:
                 raise ConfigError(
                     f"tokens[{app!r}]", None, "must be a text of at least 16 characters, or a list of them",
                     "For example, what `openssl rand -hex 24` prints.",
                 )  # fmt: skip
-            if owners.setdefault(token, app) != app:
-                raise ConfigError(f"tokens[{app!r}]", None, f"is the token of {owners[token]!r} too", "Make another.")
-        tokens[check_app(app)] = several
+            if app_of_token.setdefault(token, app) != app:
+                fault = f"is the token of {app_of_token[token]!r} too"
+                raise ConfigError(f"tokens[{app!r}]", None, fault, "Make another.")
+        tokens[check_app(app)] = app_tokens
     if not tokens:
         raise ConfigError("tokens", str(path), "names no application", 'Write lines such as: desk = "TOKEN"')
     return tokens

@@ -202,18 +202,20 @@ class Sender:
         while not self._closing.is_set():
             if last_search is None or time.monotonic() - last_search >= ADOPT:
                 self._send_abandoned()
-                # Processes must not all search at once.
+                # The next search is up to half a period earlier, because processes must not all search at once.
                 last_search = time.monotonic() - random.uniform(0, ADOPT / 2)
-            if not self._news.wait(ADOPT / 4):
-                continue  # no new record: see whether it is time to search
+            has_new_records = self._news.wait(ADOPT / 4)
+            if not has_new_records:
+                continue  # see whether it is time to search
             # Wait for further records of the batch, unless `flush` or `finish` asks for all at once.
             self._urgent.wait(LINGER)
+            # Cleared before the records are taken: a record that comes later is sent in the next round.
             self._news.clear()
             try:
                 self._send_spool(spool)
                 self._urgent.clear()
             except _Undelivered as failure:
-                self._news.set()
+                self._news.set()  # the records still wait
                 self._wait_after_failure(failure)
 
         has_sent_all = self._send_before_exit(spool)

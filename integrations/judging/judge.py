@@ -67,6 +67,13 @@ def _show_episodes(episodes: Sequence[FinishedEpisode], task: Any) -> _Shown:
     )
 
 
+def _redacted(verdict: Verdict, redaction: Redaction | None) -> Verdict:
+    """The verdict to store. Its reason may quote a text that a redactor must keep out of the records."""
+    if redaction is None or not verdict.reason:
+        return verdict
+    return verdict._replace(reason=redaction.text(verdict.reason, "feedback") or "")
+
+
 def _check_costs(price: tuple[float, float] | None, max_cost: float | None) -> None:
     """Raise ConfigError for a price that is no pair of numbers from 0, or for a `max_cost` that cannot be kept."""
     if price is not None and (len(price) != 2 or not all(number >= 0 for number in price)):
@@ -240,8 +247,9 @@ class Judge(Ranking):
         """
         ledger = self._ledger
         body = self._request(asked)
-        key = address(canonical([self._base_url, body]))
-        stored_answer = ledger.answer(key) if self.role is None else None
+        request_key = address(canonical([self._base_url, body]))
+        # The answers of a role are not stored: they are recorded as calls of its episode.
+        stored_answer = ledger.answer(request_key) if self.role is None else None
         if stored_answer is not None:
             ledger.count(self.key, "cached")
             return asked.verdict(stored_answer)
@@ -259,13 +267,8 @@ class Judge(Ranking):
                 correction = {"role": "user", "content": AGAIN.format(fault=error)}
                 body["messages"] = [*asked.messages, {"role": "assistant", "content": text}, correction]
             else:
-                if self.role is None:  # the answers of a role are recorded as calls of its episode
-                    verdict_to_store = verdict
-                    if redaction is not None and verdict.reason:
-                        # The reason may quote a text that a redactor must keep out of the records.
-                        redacted_reason = redaction.text(verdict.reason, "feedback") or ""
-                        verdict_to_store = verdict._replace(reason=redacted_reason)
-                    ledger.keep(key, self.key, asked.answer(verdict_to_store))
+                if self.role is None:
+                    ledger.keep(request_key, self.key, asked.answer(_redacted(verdict, redaction)))
                 return verdict
         raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/how-to/judges.md.")
 

@@ -28,17 +28,20 @@ def install() -> None:
 
     def wall_ns() -> int:
         """The wall clock in nanoseconds: the real time, or in a replay the time that was recorded."""
-        recorded = recorded_values_here(__name__)
-        if recorded is None:
+        values_and_caller = recorded_values_here(__name__)
+        if values_and_caller is None:
             return real_wall_ns()
-        values, place = recorded
-        return values.clock("wall", place, real_wall_ns())
+        values, calling_code = values_and_caller
+        return values.clock("wall", calling_code, real_wall_ns())
 
-    # time-machine hooks all functions that read the wall clock. They get the time from `traveller.time_ns`.
+    # 1. The wall clock. time-machine hooks all functions that read it. They get the time from `traveller.time_ns`.
     generate_time_safe: Any = uuid._generate_time_safe  # type: ignore[attr-defined]
     traveller: Any = time_machine.travel(time.time(), tick=True).start()
     traveller.time_ns = wall_ns
-    uuid._generate_time_safe = generate_time_safe  # type: ignore[attr-defined]  # time-machine has removed it
+    # time-machine has removed this function, which makes ids from the real time.
+    uuid._generate_time_safe = generate_time_safe  # type: ignore[attr-defined]
+
+    # 2. The clocks that measure durations. The application's modules may have imported them under their own names.
     for name in _COUNTERS:
         originals = (getattr(time, name), getattr(time, f"{name}_ns"))
         in_seconds, in_ns = _clock_functions(name)

@@ -210,7 +210,7 @@ def _open_tracker(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tra
     tracker_id: str | None = None
     if file.is_file():
         tracker_id = json.loads(file.read_text()).get(tool)
-    tracker = Tracker(tool, config.project, path, run_id, known=tracker_id, done=done)
+    tracker = Tracker(tool, config.project, path, run_id, earlier_id=tracker_id, steps_done=done)
     # trackio shows only the settings of the last part of a run, so it gets them each time.
     if tracker_id is None or tool == "trackio":
         settings: dict[str, bool | int | float | str] = {}

@@ -21,7 +21,8 @@ from cotune.sampling.request_params import CONTINUE
 
 _REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "content_filter": "refusal"}
 _FINISHES = {**{reason: finish for finish, reason in _REASONS.items()}, "interrupted": "interrupted"}
-_GROWING = {"text_delta": "text", "thinking_delta": "thinking"}
+_FIELD_OF_DELTA = {"text_delta": "text", "thinking_delta": "thinking"}
+"""Kind of an event's delta -> the field of its block to which it appends. The block's type has the same name."""
 
 
 def message_of(call: LiveCall, answer: Answer, request_body: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,12 +130,13 @@ class MessageStream:
         elif kind == "content_block_delta":
             index = index_of_part(event, "index")
             delta = event["delta"]
-            text_field = _GROWING.get(delta.get("type"))
+            text_field = _FIELD_OF_DELTA.get(delta.get("type"))
             if index not in self._blocks and text_field:
                 # Some servers leave out the event that announces a text, and clients accept that.
                 self._blocks[index] = {"type": text_field, text_field: ""}
             block = self._blocks[index]
             if delta.get("type") == "input_json_delta":
+                # The arguments of a tool as JSON, which is parsed once it is complete.
                 append_text(block, "partial", delta["partial_json"])
             elif text_field:
                 append_text(block, text_field, delta[text_field])

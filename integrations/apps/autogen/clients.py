@@ -128,10 +128,13 @@ class AgentClient(Proxy):
         return result
 
     async def create_stream(self, messages: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
-        """Ask the client for a streamed answer, with the owner's role at each step."""
+        """Ask the client for a streamed answer, with the owner's role."""
         source = self._cotune_inner.create_stream(messages, *args, **options)
         episode = current_episode.get()
-        caller = CallerContext("app", NAME) if episode is None else _caller(episode, self._cotune_owner, messages)
+        caller = CallerContext("app", NAME)  # outside of an episode nothing is recorded, so the role does not matter
+        if episode is not None:
+            caller = _caller(episode, self._cotune_owner, messages)
+        # Between two steps of the stream the application's own code runs, whose calls are not the owner's.
         async with aclosing(step_inside(lambda: called_by(caller), source)) as parts:
             try:
                 async for part in parts:

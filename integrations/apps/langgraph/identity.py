@@ -182,7 +182,7 @@ def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
         # A graph that runs again is not waiting for an answer to its interrupt any more.
         episode.notes["waits"] = False
         if is_nameless(graph.name):
-            # Graphs that the application did not name are told apart by the line of code that runs them.
+            # The line of code that runs a graph distinguishes it from other graphs without a name.
             new_run.nameless = (graph, place_here())
     if episode.parts is not None:
         _report_parts(episode.parts, new_run, graph)

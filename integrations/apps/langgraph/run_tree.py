@@ -74,12 +74,15 @@ class GraphRun(msgspec.Struct):
 
     @classmethod
     def model(cls, parent: GraphRun | None, metadata: Mapping[str, Any], middleware: Any = None) -> GraphRun:
-        """A run of a model. The metadata name its node if the model is the node, or if the enclosing runs
-        are unknown.
+        """A run of a model, inside the run of its node.
+
+        The node is `parent`. It is read from the metadata if LangChain has not reported it, or if the model itself was
+        added to the graph as a node.
         """
         space = metadata.get(_SPACE) or ""
         agent = metadata.get("lc_agent_name")
-        parent = parent or _from_namespace(space, agent)
+        if parent is None:
+            parent = _from_namespace(space, agent)
         if space and parent is not None and parent.space != space:
             # The model is the node: no run of the node has been reported.
             parent = cls(parent, "node", str(metadata.get("langgraph_node") or ""), space, agent)

@@ -31,17 +31,18 @@ def install_beta_responses() -> None:
 
 
 def _complete(*types: Any) -> None:
-    """Complete all models in these types, and in the fields of their models."""
+    """Complete the models of these types now, with the models of their fields: pydantic builds their validators."""
     from openai import BaseModel
 
-    seen: set[Any] = set()
-    waiting = list(types)
-    while waiting:
-        type_ = waiting.pop()
+    completed: set[Any] = set()
+    types_to_search = list(types)
+    while types_to_search:
+        type_ = types_to_search.pop()
         if isinstance(type_, type) and issubclass(type_, BaseModel):
-            if type_ in seen:
+            if type_ in completed:
                 continue
-            seen.add(type_)
+            completed.add(type_)
             type_.model_rebuild()
-            waiting += [field.annotation for field in type_.model_fields.values()]
-        waiting += get_args(type_)
+            types_to_search += [field.annotation for field in type_.model_fields.values()]
+        # The arguments of a type such as `list[Choice]` or `Text | Image` may be models.
+        types_to_search += get_args(type_)

@@ -111,7 +111,9 @@ class _Exchange:
             fail_with_error(self.call, error)
 
     def observed(self, response: Any) -> Any:
-        """Record the provider's answer: now, or once the application has read the stream."""
+        """Record the provider's answer: now, or once the application has read the stream. Returns `response`, whose
+        stream is replaced by one that keeps a copy.
+        """
         if response.status_code >= 400:
             cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
             self.failure = f"error: {cause}"
@@ -119,13 +121,14 @@ class _Exchange:
             if not self.retried:
                 self.call.fail("error", cause, outage=not is_refusal_status(response.status_code))
             return response
-        settle = functools.partial(self.settle, response.headers)
+        end_call = functools.partial(self.settle, response.headers)
         if response.is_stream_consumed:
-            settle(response.content, error=None, ended=True)
+            end_call(response.content, error=None, ended=True)
         else:
             package = package_of(response)
-            response.stream = stream = _tee_class(package)(package, response, settle)
-            self.call.cancel_by(functools.partial(stream.settle, None))
+            copying_stream = _tee_class(package)(package, response, end_call)
+            response.stream = copying_stream
+            self.call.cancel_by(functools.partial(copying_stream.settle, error=None))
         return response
 
     def settle(self, headers: Any, raw: bytes, error: BaseException | None, ended: bool) -> None:

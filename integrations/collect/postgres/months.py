@@ -16,13 +16,13 @@ _PARTITIONS = """SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid =
     WHERE inhparent IN ('calls'::regclass, 'episodes'::regclass, 'rewards'::regclass)"""
 
 
-def stored_months(does: Transactions) -> list[str]:
+def stored_months(db: Transactions) -> list[str]:
     """The months that have partitions of calls and of episodes, such as `2026_11`."""
-    names = _partitions(does)
+    names = _partitions(db)
     return sorted(name[-7:] for name in names if name.startswith("episodes_2") and f"calls_{name[-7:]}" in names)
 
 
-def drop_month(does: Transactions, month: str, before: float, app: str, keep_trained: bool) -> Mapping[str, int]:
+def drop_month(db: Transactions, month: str, before: float, app: str, keep_trained: bool) -> Mapping[str, int]:
     """Drop the partitions of a month, which is faster than deleting its rows. Returns the number of its episodes and
     calls.
 
@@ -30,8 +30,10 @@ def drop_month(does: Transactions, month: str, before: float, app: str, keep_tra
     different months around midnight, so episodes across the border are deleted row by row first. Rewards whose episodes
     have not arrived by now go with their month.
     """
-    low, high = month_bounds(month)
-    if high > ulid(int(before * 1000) << 80) or _must_keep(does, month, before, app, keep_trained):
+    low, high = month_bounds(month)  # the first id of the month, and of the next month
+    # An id begins with the milliseconds of its time, before 80 random bits.
+    first_id_to_keep = ulid(int(before * 1000) << 80)
+    if high > first_id_to_keep or _must_keep(db, month, before, app, keep_trained):
         return {}
 
     # 1. Delete the episodes of this month that have calls in another month.
@@ -39,24 +41,24 @@ def drop_month(does: Transactions, month: str, before: float, app: str, keep_tra
     episode_here = f"SELECT 1 FROM episodes_{month} AS own WHERE id = episode"
     across_border = f"""SELECT DISTINCT episode FROM calls WHERE episode >= ? AND episode < ? AND (id < ? OR id >= ?)
         AND (EXISTS ({calls_here}) OR EXISTS ({episode_here}))"""
-    episodes = [id for (id,) in does.execute(across_border, [low, high, low, high])]
-    counts = dict(delete_episodes(does, episodes))
+    episodes = [id for (id,) in db.execute(across_border, [low, high, low, high])]
+    counts = dict(delete_episodes(db, episodes))
 
     # 2. Drop the partitions, after counting their rows.
     for table in ("episodes", "calls"):
-        ((count,),) = does.execute(f"SELECT count(*) FROM {table}_{month}")
+        ((count,),) = db.execute(f"SELECT count(*) FROM {table}_{month}")
         counts[table] += count
-    partitions = {f"{table}_{month}" for table in ("calls", "episodes", "rewards")} & _partitions(does)
-    does.execute(f"SET LOCAL lock_timeout = '{_WAIT}'")
-    does.execute(f"DROP TABLE {', '.join(sorted(partitions))}")
+    partitions = {f"{table}_{month}" for table in ("calls", "episodes", "rewards")} & _partitions(db)
+    db.execute(f"SET LOCAL lock_timeout = '{_WAIT}'")
+    db.execute(f"DROP TABLE {', '.join(sorted(partitions))}")
 
     # 3. Delete the rows of tables without partitions.
     for table in ("rewards", "feedback", "replaced", "consumed"):
-        does.execute(f"DELETE FROM {table} WHERE target >= ? AND target < ?", [low, high])
+        db.execute(f"DELETE FROM {table} WHERE target >= ? AND target < ?", [low, high])
     return counts
 
 
-def _must_keep(does: Transactions, month: str, before: float, app: str, keep_trained: bool) -> bool:
+def _must_keep(db: Transactions, month: str, before: float, app: str, keep_trained: bool) -> bool:
     """Whether a prune would keep an episode or a call of this month."""
     low, high = month_bounds(month)
     is_kept = "(started >= ?)"
@@ -68,14 +70,14 @@ def _must_keep(does: Transactions, month: str, before: float, app: str, keep_tra
     of_other_months = f"""SELECT 1 FROM episodes WHERE ({is_kept}{is_trained}) AND NOT (id >= ? AND id < ?)
         AND EXISTS (SELECT 1 FROM calls_{month} AS own WHERE own.episode = episodes.id) LIMIT 1"""
     kept_rows = [
-        *does.execute(f"SELECT 1 FROM calls_{month} WHERE {is_kept} LIMIT 1", parameters),
-        *does.execute(f"SELECT 1 FROM episodes_{month} WHERE {is_kept} LIMIT 1", parameters),
-        *does.execute(of_other_months, [*parameters, low, high]),
+        *db.execute(f"SELECT 1 FROM calls_{month} WHERE {is_kept} LIMIT 1", parameters),
+        *db.execute(f"SELECT 1 FROM episodes_{month} WHERE {is_kept} LIMIT 1", parameters),
+        *db.execute(of_other_months, [*parameters, low, high]),
     ]
     if keep_trained:
-        kept_rows += does.execute("SELECT 1 FROM consumed WHERE target >= ? AND target < ? LIMIT 1", [low, high])
+        kept_rows += db.execute("SELECT 1 FROM consumed WHERE target >= ? AND target < ? LIMIT 1", [low, high])
     return bool(kept_rows)
 
 
-def _partitions(does: Transactions) -> set[str]:
-    return {name for (name,) in does.execute(_PARTITIONS)}
+def _partitions(db: Transactions) -> set[str]:
+    return {name for (name,) in db.execute(_PARTITIONS)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from cotune.records.ids import ulid
 from cotune.storage.schema import COLUMNS, CONFLICTS, FIGURES, INDEXES, TABLES
@@ -146,10 +146,13 @@ def month_of(id: str, now: datetime) -> str | None:
     """The month in which an id was made, as `2026_11`; None for an id that tells no time, or one that is unlikely."""
     if not _ULID.match(id):
         return None
+    # The first ten characters of an id are its time in base 32.
     milliseconds = 0
     for digit in id[:10]:
-        milliseconds = milliseconds << 5 | _DIGITS[digit]
-    if not _EARLIEST.timestamp() * 1000 <= milliseconds <= now.timestamp() * 1000 + 86_400_000:
+        milliseconds = 32 * milliseconds + _DIGITS[digit]
+    # The clock of another machine may be ahead by up to a day.
+    latest = now + timedelta(days=1)
+    if not _EARLIEST.timestamp() * 1000 <= milliseconds <= latest.timestamp() * 1000:
         return None
     return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y_%m}"
 

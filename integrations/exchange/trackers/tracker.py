@@ -35,12 +35,12 @@ class Tracker:
     """A run in one tool. Call all methods from one thread; they raise any error of the tool."""
 
     def __init__(
-        self, tool: Tool, project: str, folder: Path, run: str, *, known: str | None = None, done: int = 0
+        self, tool: Tool, project: str, folder: Path, run: str, *, earlier_id: str | None = None, steps_done: int = 0
     ) -> None:
-        """Start the run of a run folder, which is named after the folder, or continue it.
+        """Start a run in the tool, named after the run folder `folder`, or continue it.
 
-        `run` is an id of the run, for tools that accept one. To continue a run, `known` is the `id` of the earlier
-        tracker, and `done` the number of steps that the run has made.
+        `run` is an id for the run, for tools that accept one. To continue a run, `earlier_id` is the `id` of its
+        earlier tracker, and `steps_done` the number of steps that the run has made.
         """
         from accelerate import tracking
         from accelerate.state import PartialState
@@ -49,12 +49,14 @@ class Tracker:
         tracker: Any
         match tool:
             case "tensorboard":
-                tracker = tracking.TensorBoardTracker(tool, folder, purge_step=done + 1 if known else None)
+                # An interrupted run may have logged steps after the one from which it continues.
+                purge_step = steps_done + 1 if earlier_id else None
+                tracker = tracking.TensorBoardTracker(tool, folder, purge_step=purge_step)
             case "wandb":
                 options = {"id": run, "name": folder.name, "resume": "allow", "dir": str(folder)}
                 tracker = tracking.WandBTracker(project, **options)
             case "mlflow":
-                tracker = tracking.MLflowTracker(project, run_id=known, run_name=folder.name)
+                tracker = tracking.MLflowTracker(project, run_id=earlier_id, run_name=folder.name)
             case "trackio":
                 tracker = tracking.TrackioTracker(project, name=f"{folder.name}-{run}", resume="allow")
         tracker.main_process_only = False

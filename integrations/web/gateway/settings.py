@@ -36,7 +36,7 @@ class Split(msgspec.Struct, frozen=True):
             raise ConfigError("episode_by", self.by, "cannot be used with --episode-header", "Leave one of them out.")
 
     def of(self, scope: Scope) -> tuple[Hashable, str] | None:
-        """The key of the episode that a request belongs to, and the id of the episode's task.
+        """The key of the episode that a request belongs to, and the id that the task of this episode gets.
 
         Requests with the same key belong to one episode. None if the settings do not put this request into an episode.
         """
@@ -44,13 +44,17 @@ class Split(msgspec.Struct, frozen=True):
             connection = scope.get("cotune.connection")
             if connection is None:
                 return None
-            return connection, "connection"
-        if self.header:
+            key, task_id = connection, "connection"
+        elif self.header:
             value = header(scope, self.header.lower().encode()).decode("latin-1")[:200]
-            return (value, value) if value else None
-        if self.idle is not None:
-            return "", "gateway"  # one episode for all requests, until none has come for a while
-        return None
+            if not value:
+                return None
+            key, task_id = value, value
+        elif self.idle is not None:
+            key, task_id = "", "gateway"  # one episode for all requests, until none has come for a while
+        else:
+            return None
+        return key, task_id
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):

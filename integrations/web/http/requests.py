@@ -116,10 +116,11 @@ class Access:
 
 
 @functools.lru_cache(256)
-def is_loopback(place: str) -> bool:
-    """Whether a host with its port, or an origin, names this machine."""
+def is_loopback(host_or_origin: str) -> bool:
+    """Whether a host with its port (`localhost:80`), or an origin (`http://[::1]`), names this machine."""
+    address = host_or_origin if "://" in host_or_origin else f"//{host_or_origin}"
     try:
-        host = urlsplit(place if "://" in place else f"//{place}").hostname or ""
+        host = urlsplit(address).hostname or ""
     except ValueError:
         return False
     try:

@@ -37,8 +37,9 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
     access = Access(token)
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request with `app` if it has the token; otherwise with an error. Headers forbid other sites to use
-        the pages."""
+        """Answer a request with `app` if it may see the pages, otherwise with an error. Headers forbid other sites to
+        use the pages.
+        """
 
         async def send_secured(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -49,12 +50,15 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
             await sign_in(scope, receive, send_secured)
             return
         try:
-            writes = scope["method"] == "POST" and scope["path"].endswith(WRITTEN)
-            if scope["method"] not in ("GET", "HEAD") and not writes:
+            is_write = scope["method"] == "POST" and scope["path"].endswith(WRITTEN)
+            is_read = scope["method"] in ("GET", "HEAD")
+            if not is_read and not is_write:
                 raise RequestError(405, "Pages are only read.")
-            if token is None or not _same(_cookie(scope), token):
+            has_cookie = token is not None and _same(_cookie(scope), token)
+            if not has_cookie:
                 access.check(scope)
-            if writes and not access.carries_token(scope, b"authorization"):
+            # A browser sends the cookie with requests of any page, but not the header, so only programs send that.
+            if is_write and not access.carries_token(scope, b"authorization"):
                 _check_origin(scope)
         except RequestError as error:
             hint = " Open the address that cotune view printed." if error.status == 401 else ""

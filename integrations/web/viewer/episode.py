@@ -278,13 +278,19 @@ def _candidate(
     groups: StepGroups | None,
     colouring: Colouring,
 ) -> ShownCandidate:
-    """A candidate as the page of an episode shows it, with its rewards, advantage and colours. `id` is its reward
-    target.
+    """A candidate as the page of an episode shows it, with its rewards, advantage and colours.
+
+    `id` is the candidate's id. `groups` are the groups of its training step; None for a candidate that was not sampled
+    for training.
     """
     body: Any = candidate.message
-    advantage = groups.advantages.get(id) if groups else None
     if candidate.text and not body.get("content"):
         body = {**body, "content": candidate.text}
+    advantage = None
+    is_idle = False
+    if groups is not None:
+        advantage = groups.advantages.get(id)
+        is_idle = id in groups.idle
     return ShownCandidate(
         id=id,
         index=candidate.index,
@@ -293,7 +299,7 @@ def _candidate(
         rewards=rewards,
         feedback=feedback,
         advantage=advantage,
-        idle=groups is not None and id in groups.idle,
+        idle=is_idle,
         tokens=len(candidate.token_ids),
         finish_reason=candidate.finish_reason,
         malformed=candidate.malformed,

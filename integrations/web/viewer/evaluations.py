@@ -81,29 +81,34 @@ def show_evaluation(
     first: int = 0,
     size: int = PAGE,
 ) -> ShownEvaluation:
-    """Prepare an evaluation for a page.
+    """Prepare an evaluation for a page, which compares two of its modes (such as "trained" and "base") task by task.
 
-    `pair` are the two modes to compare; the default is the comparison of the headline. `kind` is one of
-    `by_task.KINDS`, or empty for all tasks.
+    `pair` are the two modes; the default is the comparison of the headline. `kind` is one of `by_task.KINDS`, or empty
+    for all tasks. The page shows `size` tasks from the position `first`.
     """
-    modes = evaluation.evaluations
-    label, against = _pair_to_show(evaluation, pair)
-    tasks = by_task(evaluation, label, against)
-    counts = {name: len(tasks_of_kind(tasks, name)) for name in KINDS}
-    rows = tasks_of_kind(tasks, kind)
-    shown = tuple(rows[first : first + size])
+    mode, against = _pair_to_show(evaluation, pair)
+    all_tasks = by_task(evaluation, mode, against)
+    counts = {"all": len(all_tasks)}
+    for name in KINDS:
+        counts[name] = len(tasks_of_kind(all_tasks, name))
+    selected_tasks = tasks_of_kind(all_tasks, kind)
+    shown_tasks = tuple(selected_tasks[first : first + size])
+    failures = {}
+    for name, results in evaluation.evaluations.items():
+        if results.failed:
+            failures[name] = tuple(_failures(name, results.failed))
     records = run.records_of(evaluation)  # None if its episodes were not kept
     return ShownEvaluation(
         evaluation=evaluation,
-        label=label,
+        label=mode,
         against=against,
         kind=kind,
-        tasks=shown,
-        total=len(rows),
-        counts={"all": len(tasks), **counts},
-        failures={name: tuple(_failures(name, mode.failed)) for name, mode in modes.items() if mode.failed},
+        tasks=shown_tasks,
+        total=len(selected_tasks),
+        counts=counts,
+        failures=failures,
         place=records.name if records else "",
-        episodes=episodes_of_modes(run, evaluation, [row.task for row in shown]),
+        episodes=episodes_of_modes(run, evaluation, [row.task for row in shown_tasks]),
     )
 
 

@@ -75,34 +75,40 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
 def group_page(viewer: Viewer, request: Request) -> Response:
     """The page of one group: the candidates that training compared, side by side, with their rewards."""
     run = viewer.run(request)
-    id = request.path_params["id"]
+    group_id = request.path_params["id"]
     step = whole(request.query_params.get("step"))
-    groups = viewer.groups(run, None if step is None else step - 1)
-    group = next((group for group in groups.groups if group.id == id), None)
-    if group is None:
-        raise HTTPException(404, f"Step {step} has no group {id}: its candidates may have been left out one by one.")
-    # The calls of the samples. Several samples may be candidates of one call.
-    members = list(zip(group.samples, group.rewards, strict=True))[:MOST_SIBLINGS]
-    call_ids = dict.fromkeys(sample.call for sample, _ in members)
+    recorded_step = None if step is None else step - 1  # records count from 0, pages from 1
+    groups = viewer.groups(run, recorded_step)
+    group_ids = [group.id for group in groups.groups]
+    if group_id not in group_ids:
+        raise HTTPException(
+            404, f"Step {step} has no group {group_id}: its candidates may have been left out one by one."
+        )
+    position = group_ids.index(group_id)
+    group = groups.groups[position]
+
+    # 1. Read the calls of the samples. Several samples may be candidates of one call.
+    samples_and_rewards = list(zip(group.samples, group.rewards, strict=True))[:MOST_SIBLINGS]
+    call_ids = dict.fromkeys(sample.call for sample, _ in samples_and_rewards)
     records = [run.figures.call(call_id) for call_id in call_ids]
     episode = ended_episode(run, records[0].episode) if records else None
     policy = records[0].policy.name if records and records[0].policy else ""
+
+    # 2. Show these calls, and choose the candidates that are samples of the group.
     colouring = viewer.colouring(request, run, episode, policy)
     calls = {}
     candidates = {}
     for call in show_calls(run, records, groups, whole=True, colouring=colouring):
         calls[call.record.id] = call
         candidates.update({candidate.id: candidate for candidate in call.candidates})
-
-    group_ids = [other.id for other in groups.groups]
-    position = group_ids.index(id)
+    shown = [(sample, reward, candidates[sample.id]) for sample, reward in samples_and_rewards]
     return viewer.page(
         request,
         "group.html",
         run,
         group=group,
         step=step,
-        shown=[(sample, reward, candidates[sample.id]) for sample, reward in members],
+        shown=shown,
         call=calls[group.samples[0].call],
         one_prompt=len({sample.prompt for sample in group.samples}) == 1,
         reasons=REASONS,

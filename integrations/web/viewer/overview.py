@@ -104,12 +104,13 @@ def configuration_page(viewer: Viewer, request: Request) -> Response:
     run, shown_runs = viewer.chosen(request)
     differing_only = len(shown_runs) > 1 and "all" not in request.query_params
     set_only = "set" in request.query_params
-    headlines = [shown_run.headline.changes for shown_run in shown_runs]
     tables = [settings(shown_run) for shown_run in shown_runs]
     groups = grouped(tables, viewer.fields, differing_only=differing_only, set_only=set_only)
-    figures: dict[str, None] = {}  # names in order, without duplicates
-    for changes in headlines:
-        figures |= dict.fromkeys(change.name for change in changes)
+    # For each run, the changes from before to after training, such as of its success, and the names of all of them.
+    changes_of_runs = [shown_run.headline.changes for shown_run in shown_runs]
+    change_names: dict[str, None] = {}  # in order, without duplicates
+    for changes in changes_of_runs:
+        change_names |= dict.fromkeys(change.name for change in changes)
     return viewer.page(
         request,
         "compare.html",
@@ -118,8 +119,8 @@ def configuration_page(viewer: Viewer, request: Request) -> Response:
         shown=shown_runs,
         only=differing_only,
         set_only=set_only,
-        headlines=headlines,
-        figures=list(figures),
+        headlines=changes_of_runs,
+        figures=list(change_names),
     )
 
 

@@ -181,16 +181,16 @@ class _Rows:
         """For each lane, the right edge of the last box in each of its rows."""
 
     def place(self, lane: str, item: TimedCall | UsedTool) -> _Box:
-        """Give an item a row of this lane."""
+        """Give an item the first row of this lane that is free at its start, or a new row."""
         x = LABELS + (item.started - self._began) * self._scale
         width = max(_LEAST, item.latency * self._scale)
-        ends = self.ends.setdefault(lane, [])
-        row = next((row for row, end in enumerate(ends) if end <= x + 1), len(ends))
-        if row == len(ends):
-            ends.append(x + width)
-        else:
-            ends[row] = x + width
-        return _Box(x, row, width)
+        row_ends = self.ends.setdefault(lane, [])
+        for row, end in enumerate(row_ends):
+            if end <= x + 1:  # boxes may overlap by a pixel, which rounding can cause
+                row_ends[row] = x + width
+                return _Box(x, row, width)
+        row_ends.append(x + width)
+        return _Box(x, len(row_ends) - 1, width)
 
 
 def _ticks(seconds: float, scale: float) -> Iterator[Tick]:
