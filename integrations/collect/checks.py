@@ -122,7 +122,10 @@ def select_valid(
 
 
 def _record_fault(record: Record, app: str, path_digests: dict[str, Digest], stored_path: StoredPath) -> str:
-    """The reason to refuse a record by itself; empty if there is none. For `path_digests` see `_segment_fault`."""
+    """The reason to refuse a record, whatever else is in its batch; empty if it is accepted.
+
+    `path_digests` and `stored_path` have the token paths to which segments of tokens may refer, see `_segment_fault`.
+    """
     match record:
         case Message():
             return "" if has_address(record.id, record.body) else "forged_id"

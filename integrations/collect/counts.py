@@ -32,15 +32,18 @@ class Counts:
         self._lock = threading.Lock()
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
-        """Add to a counter."""
-        key = _label_text(labels)
+        """Add `value` to the counter `name` with these labels. If the counter has too many sets of labels, a new set
+        counts as "other".
+        """
+        label_text = _label_text(labels)
         with self._lock:
-            if (name, key) not in self._values:
-                if self._label_sets[name] >= MOST_LABELS:
-                    key = _label_text(dict.fromkeys(labels, "other"))
-                else:
-                    self._label_sets[name] += 1
-            self._values[name, key] += value
+            if (name, label_text) in self._values:
+                self._values[name, label_text] += value
+            elif self._label_sets[name] < MOST_LABELS:
+                self._label_sets[name] += 1
+                self._values[name, label_text] = value
+            else:
+                self._values[name, _label_text(dict.fromkeys(labels, "other"))] += value
 
     def total(self, name: str) -> float:
         """A counter over all of its labels."""

@@ -125,8 +125,9 @@ class Spool:
         return bodies
 
     def acknowledge(self) -> None:
-        """Remove all frames that were taken."""
+        """Remove all frames that were taken, because the collector has them now."""
         with self._guard:
+            # 1. Files of which all frames were taken.
             while self._segments and self._segments[0].taken >= self._segments[0].size:
                 segment = self._segments[0]
                 assert segment.path is not None
@@ -139,15 +140,16 @@ class Spool:
                 self._segments.popleft()
                 with contextlib.suppress(OSError):
                     segment.path.unlink()
-            # A file of which only a part was taken keeps all its frames, and remembers the acknowledged part.
+            # 2. A file of which only a part was taken keeps all its frames, and remembers the acknowledged part.
             for segment in self._segments:
                 segment.acknowledged = segment.taken
 
+            # 3. Frames in memory. `taken` bytes are at their beginning.
             in_memory = self._in_memory
             while in_memory.taken and in_memory.frames:
-                size = len(in_memory.frames.popleft())
-                in_memory.taken -= size
-                in_memory.size -= size
+                frame_bytes = len(in_memory.frames.popleft())
+                in_memory.taken -= frame_bytes
+                in_memory.size -= frame_bytes
 
     def take_again(self) -> None:
         """Take the frames again that were taken and not acknowledged."""

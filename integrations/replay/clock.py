@@ -53,25 +53,25 @@ def install() -> None:
 def _clock_functions(name: str) -> tuple[Callable[[], float], Callable[[], int]]:
     """Replacements for the function `name` of `time`, such as `monotonic`, and for its variant in nanoseconds.
 
-    In a replay they return the recorded times, otherwise the real ones.
+    For the application's own code in a replay they return the recorded times, otherwise the real ones.
     """
     real_seconds: Callable[[], float] = getattr(time, name)
     real_ns: Callable[[], int] = getattr(time, f"{name}_ns")
 
     @wraps(real_seconds)
     def in_seconds() -> float:
-        recorded = recorded_values_here(__name__, only_application=True)
-        if recorded is None:
+        values_and_caller = recorded_values_here(__name__, only_application=True)
+        if values_and_caller is None:
             return real_seconds()
-        values, place = recorded
-        return values.clock(name, place, real_ns()) / 1e9
+        values, calling_code = values_and_caller
+        return values.clock(name, calling_code, real_ns()) / 1e9
 
     @wraps(real_ns)
     def in_ns() -> int:
-        recorded = recorded_values_here(__name__, only_application=True)
-        if recorded is None:
+        values_and_caller = recorded_values_here(__name__, only_application=True)
+        if values_and_caller is None:
             return real_ns()
-        values, place = recorded
-        return values.clock(name, place, real_ns())
+        values, calling_code = values_and_caller
+        return values.clock(name, calling_code, real_ns())
 
     return in_seconds, in_ns

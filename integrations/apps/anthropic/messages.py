@@ -53,10 +53,10 @@ def _answer_blocks(call: LiveCall, message: Mapping[str, Any]) -> Iterator[dict[
     for position, tool in enumerate(message.get("tool_calls") or ()):
         function = tool.get("function") or {}
         arguments = function.get("arguments") or "{}"
-        name = tool.get("id") or f"toolu_{call.id}_{position}"
+        id = tool.get("id") or f"toolu_{call.id}_{position}"
         # Blocks have arguments as objects. The model's exact text is needed when a later prompt repeats this call.
-        keep_arguments(call.episode, name, arguments)
-        yield {"type": "tool_use", "id": name, "name": function.get("name"), "input": msgspec.json.decode(arguments)}
+        keep_arguments(call.episode, id, arguments)
+        yield {"type": "tool_use", "id": id, "name": function.get("name"), "input": msgspec.json.decode(arguments)}
 
 
 def to_events(message: Mapping[str, Any], request_body: Mapping[str, Any]) -> bytes:
@@ -326,13 +326,16 @@ def messages_of(messages: Iterable[Mapping[str, Any]], written: BoundedCache[str
     return chat
 
 
-def assistant_of(blocks: Iterable[Mapping[str, Any]], written: BoundedCache[str] | None = None) -> dict[str, Any]:
+def assistant_of(
+    blocks: Iterable[Mapping[str, Any]], arguments_by_id: BoundedCache[str] | None = None
+) -> dict[str, Any]:
     """The blocks of one assistant turn as a chat message. Blocks without a chat form are under `items`.
 
-    `written` has the arguments of tool calls as the model wrote them, for calls whose arguments come back as objects.
+    Blocks have the arguments of a tool call as an object. `arguments_by_id` has them as the text that the model wrote,
+    by the id of the tool call, for earlier calls of the episode.
     """
     message: dict[str, Any] = {"role": "assistant", "content": None}
-    others: list[dict[str, Any]] = []
+    other_blocks: list[dict[str, Any]] = []
     for block in blocks:
         kind = block.get("type")
         if kind == "text":
@@ -340,15 +343,17 @@ def assistant_of(blocks: Iterable[Mapping[str, Any]], written: BoundedCache[str]
         elif kind == "thinking":
             message["reasoning_content"] = message.get("reasoning_content", "") + (block.get("thinking") or "")
         elif kind == "tool_use":
-            written_arguments = None if written is None else written.get(str(block.get("id")))
-            arguments = _arguments(block.get("input"), written_arguments)
+            text_of_model = None
+            if arguments_by_id is not None:
+                text_of_model = arguments_by_id.get(str(block.get("id")))
+            arguments = _arguments(block.get("input"), text_of_model)
             function = {"name": block.get("name"), "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":
-            others.append(dict(block))
-    if others:
-        message["items"] = others
+            other_blocks.append(dict(block))
+    if other_blocks:
+        message["items"] = other_blocks
     return message
 
 

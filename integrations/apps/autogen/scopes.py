@@ -211,15 +211,17 @@ def _inner_members(member: Any) -> Iterator[Any]:
     """
     if not hasattr(member, "__dict__"):
         return
-    values = list(vars(member).values())
+    # They are attributes, or items of attributes that are lists.
+    objects = list(vars(member).values())
     for value in vars(member).values():
         if isinstance(value, list | tuple):
-            values += value
-    task_runners_of_tools = []
-    for value in values:
+            objects += value
+    # A workbench holds tools, and a tool may run an agent or a team.
+    objects_in_tools = []
+    for value in objects:
         if isinstance(value, StaticWorkbench):
-            task_runners_of_tools += [getattr(tool, "_task_runner", None) for tool in value._tools]
-    for value in [*values, *task_runners_of_tools]:
+            objects_in_tools += [getattr(tool, "_task_runner", None) for tool in value._tools]
+    for value in [*objects, *objects_in_tools]:
         if isinstance(value, (*_chat_agents(), *_teams())):
             yield value
 

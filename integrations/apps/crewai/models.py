@@ -28,10 +28,15 @@ _SDK = "OpenAICompletion"
 def install() -> None:
     """Wrap all model classes, present and future."""
     each_subclass(BaseLLM, _wrap)
-    for name, context in (
-        ("_handle_tool_execution", lambda *args, **kwargs: outside_call()),
-        ("summarize_messages", lambda *args, **kwargs: enter_scope(part_scope("summarizer", inside=True))),
-    ):
+
+    # A tool that a model class runs inside its own `call` may call a model too, which is another call.
+    def leave_call(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        return outside_call()
+
+    def enter_summarizer(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        return enter_scope(part_scope("summarizer", inside=True))
+
+    for name, context in (("_handle_tool_execution", leave_call), ("summarize_messages", enter_summarizer)):
         setattr(BaseLLM, name, run_inside(getattr(BaseLLM, name), context))
 
 
@@ -92,7 +97,9 @@ def _wrap_token_count(original: Callable[..., int]) -> Callable[..., int]:
 
 @contextmanager
 def _as_named_agent(model: Any, call_arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Give the calls made inside the role of the named agent, or else of the enclosing scope."""
+    """Give the calls made in the block the role of the agent that the arguments of `model.call` name, or else the role
+    of the enclosing scope.
+    """
     shared = caller_of(call_arguments.get("from_agent"), call_arguments.get("from_task")) or identify()
     # A copy, as concurrent calls with different models may share the caller.
     caller = msgspec.structs.replace(shared, model=model)
@@ -100,7 +107,9 @@ def _as_named_agent(model: Any, call_arguments: Mapping[str, Any]) -> Iterator[N
         with context_value(current_caller, caller):
             yield
         episode = current_episode.get()
-        if not caller.calls and episode is not None and opened_call.get() is None and _uses_openai_sdk(type(model)):
+        # A call through the OpenAI SDK is recorded there, unless it sends no request.
+        is_recorded_by_sdk = opened_call.get() is None and _uses_openai_sdk(type(model))
+        if episode is not None and is_recorded_by_sdk and not caller.calls:
             episode.warn(
                 "unseen_call",
                 f"A model answered role {caller.role!r} without a request that can be recorded: by a client of its own "

@@ -44,16 +44,20 @@ def request_of(
 
 def edited_message(message: Any, replace_text: ReplaceText) -> Any:
     """The message, or a copy of it with edited texts."""
-    kind = _KINDS.get(message.role if message.type == "chat" else message.type)
+    # A message of type "chat" has any role. The type of other messages is their role.
+    role = message.role if message.type == "chat" else message.type
+    kind = _KINDS.get(role)
     if kind is None:
         return message
     content = message.content
     if isinstance(content, str):
-        new = replace_text(kind, "", content)
+        new_text = replace_text(kind, "", content)
+        new_content = content if new_text is None else new_text
     else:
-        blocks = edited_blocks(content, kind, replace_text, "\n")
-        new = None if blocks is content else blocks
-    return message if new is None else message.model_copy(update={"content": new})
+        new_content = edited_blocks(content, kind, replace_text, "\n")
+    if new_content is content:
+        return message
+    return message.model_copy(update={"content": new_content})
 
 
 def edited_options(options: Mapping[str, Any], replace_text: ReplaceText) -> dict[str, Any]:

@@ -253,11 +253,12 @@ def _caller_of_scope(model_run: GraphRun) -> CallerContext | None:
     scope = current_scope.get()
     if scope is None:
         return None
-    # The scope is the closest if it was entered inside the node that the model runs in.
-    here = _node_scope()
-    node_here = here.scope_id if here else None
-    model_node = _node_of(model_run)
-    if node_here == model_node and model_node in (None, scope.scope_of_finders):
+    caller_by_node = _node_scope()
+    running_node = caller_by_node.scope_id if caller_by_node else None
+    node_of_model = _node_of(model_run)
+    node_around_scope = scope.scope_of_finders
+    # The scope is closest to the call if it was entered inside the node that the model runs in.
+    if running_node == node_of_model and node_of_model in (None, node_around_scope):
         return scope.caller()
     return None
 

@@ -121,27 +121,27 @@ def role_and_agent(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
     """
     names: list[str] = []  # from the call outwards
     innermost_prebuilt_node = ""
-    # The part of a prebuilt agent that calls the model. It stands for its middleware, whose name would repeat it.
+    # The part of a prebuilt agent that calls the model, such as a summarizer. It stands for its middleware, whose name
+    # would repeat it.
     source = run.source
     outermost = run
     current: GraphRun | None = run
     while current is not None:
         outermost = current
-        if current.kind == "tool":
+        is_node = current.kind == "node"
+        if is_node and current.name in _PREBUILT:
+            # Every prebuilt agent has a node with this name, so it says little.
+            innermost_prebuilt_node = innermost_prebuilt_node or current.name
+        elif is_node and current.name.endswith(_MIDDLEWARE):
+            if not names:
+                source = None  # the model is called by this node, which has the name of its middleware
+            names.append(current.name.rpartition(".")[0])
+        elif is_node or current.kind == "tool":
             names.append(current.name)
-        elif current.kind == "node":
-            if current.name in _PREBUILT:
-                innermost_prebuilt_node = innermost_prebuilt_node or current.name
-            elif current.name.endswith(_MIDDLEWARE):
-                if not names:
-                    source = None
-                names.append(current.name.rpartition(".")[0])
-            else:
-                names.append(current.name)
-            agent = _agent_of_node(current)
-            if agent:
-                names.append(agent)  # the role begins with the innermost named agent
-                break
+        agent = _agent_of_node(current) if is_node else None
+        if agent:
+            names.append(agent)  # the role begins with the innermost named agent
+            break
         # A run inherits the middleware of its parent, so the outermost run with a middleware names it.
         outer_middleware = current.parent.middleware if current.parent else None
         if current.middleware is not None and current.middleware is not outer_middleware:

@@ -132,19 +132,21 @@ def read(request_body: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[st
 def rewrite(request_body: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str, Any]:
     """A request with its edited prompts; the same object if nothing changes."""
     changed: dict[str, Any] = {}
+    # The input is one text or a list of items; the instructions are a text.
     for name, role in (("instructions", "system"), ("input", "user")):
-        value = request_body.get(name)
-        if isinstance(value, str):
-            message = {"role": role, "content": value}
+        text = request_body.get(name)
+        if isinstance(text, str):
+            message = {"role": role, "content": text}
             edited_message = map_message(message, replace_text)
             if edited_message is not message:
                 changed[name] = edited_message["content"]
     for name, map_item in (("input", map_message), ("tools", map_tool)):
-        value = request_body.get(name)
-        if isinstance(value, list):
-            edited_list = map_list(value, partial(map_item, replace_text=replace_text))
-            if edited_list is not value:
-                changed[name] = edited_list
+        items = request_body.get(name)
+        if isinstance(items, list):
+            edited_items = map_list(items, partial(map_item, replace_text=replace_text))
+            if edited_items is not items:
+                changed[name] = edited_items
+    # The format of the answer, whose schema has texts too.
     text_options = request_body.get("text")
     if isinstance(text_options, Mapping):
         text_format = text_options.get("format")

@@ -59,23 +59,33 @@ def drop_month(db: Transactions, month: str, before: float, app: str, keep_train
 
 
 def _must_keep(db: Transactions, month: str, before: float, app: str, keep_trained: bool) -> bool:
-    """Whether a prune would keep an episode or a call of this month."""
+    """Whether a prune would keep an episode or a call of this month.
+
+    A prune keeps records that started at `before` or later, records of other applications than `app` if one is given,
+    and, with `keep_trained`, episodes that training has used.
+    """
     low, high = month_bounds(month)
-    is_kept = "(started >= ?)"
+    condition_to_keep = "(started >= ?)"
     parameters: list[Any] = [before]
-    if app:  # records of other applications are kept
-        is_kept = "(started >= ? OR app != ?)"
+    if app:
+        condition_to_keep = "(started >= ? OR app != ?)"
         parameters.append(app)
-    is_trained = " OR EXISTS (SELECT 1 FROM consumed WHERE target = episodes.id)" if keep_trained else ""
-    of_other_months = f"""SELECT 1 FROM episodes WHERE ({is_kept}{is_trained}) AND NOT (id >= ? AND id < ?)
-        AND EXISTS (SELECT 1 FROM calls_{month} AS own WHERE own.episode = episodes.id) LIMIT 1"""
+    # 1. Calls and episodes of the month.
     kept_rows = [
-        *db.execute(f"SELECT 1 FROM calls_{month} WHERE {is_kept} LIMIT 1", parameters),
-        *db.execute(f"SELECT 1 FROM episodes_{month} WHERE {is_kept} LIMIT 1", parameters),
-        *db.execute(of_other_months, [*parameters, low, high]),
+        *db.execute(f"SELECT 1 FROM calls_{month} WHERE {condition_to_keep} LIMIT 1", parameters),
+        *db.execute(f"SELECT 1 FROM episodes_{month} WHERE {condition_to_keep} LIMIT 1", parameters),
     ]
     if keep_trained:
         kept_rows += db.execute("SELECT 1 FROM consumed WHERE target >= ? AND target < ? LIMIT 1", [low, high])
+
+    # 2. Episodes of other months that have calls in this one: their calls are kept with them.
+    or_is_trained = ""
+    if keep_trained:
+        or_is_trained = " OR EXISTS (SELECT 1 FROM consumed WHERE target = episodes.id)"
+    episodes_of_other_months = f"""SELECT 1 FROM episodes
+        WHERE ({condition_to_keep}{or_is_trained}) AND NOT (id >= ? AND id < ?)
+        AND EXISTS (SELECT 1 FROM calls_{month} AS own WHERE own.episode = episodes.id) LIMIT 1"""
+    kept_rows += db.execute(episodes_of_other_months, [*parameters, low, high])
     return bool(kept_rows)
 
 

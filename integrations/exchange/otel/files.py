@@ -47,6 +47,7 @@ def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
 
 def _json_objects(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:
     """The JSON objects in a file. Objects in lists and pages are returned one by one."""
+    # 1. The file is one JSON value, or has one in each line.
     raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         values = [msgspec.json.decode(raw)]
@@ -58,13 +59,15 @@ def _json_objects(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, A
                     values.append(msgspec.json.decode(line))
                 except _NOT_JSON:
                     left_out["line_not_json"] += 1
+
+    # 2. A value is an object, a list of objects, or a page of an API with a list under `data`.
     for value in values:
-        page = value.get("data") if isinstance(value, Mapping) else None
-        items = [value]
-        if isinstance(page, list):
-            items = page
-        elif isinstance(value, list):
+        if isinstance(value, list):
             items = value
+        elif isinstance(value, Mapping) and isinstance(value.get("data"), list):
+            items = value["data"]
+        else:
+            items = [value]
         for item in items:
             if isinstance(item, Mapping):
                 yield item

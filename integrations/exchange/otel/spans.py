@@ -340,11 +340,12 @@ class _Episode:
         answer_positions = [index for index, message in enumerate(messages) if _tool_ids(message) == ids]
         if not answer_positions:
             # The application has rewritten its history. Results of ids that occur once can still be assigned.
-            return [] if any(self.tool_ids[id] > 1 for id in ids) else messages
+            ids_are_unique = all(self.tool_ids[id] <= 1 for id in ids)
+            return messages if ids_are_unique else []
         if count_from_end > len(answer_positions):
-            return []
-        first = answer_positions[-count_from_end] + 1
-        return list(itertools.takewhile(lambda message: message.get("role") != "assistant", messages[first:]))
+            return []  # the prompt does not have the answer any more
+        messages_after = messages[answer_positions[-count_from_end] + 1 :]
+        return list(itertools.takewhile(lambda message: message.get("role") != "assistant", messages_after))
 
     def _replay_result(self, id: Any, name: Any, number: int) -> _ToolResult | None:
         """The result of a tool that was recorded for a replay. If several have the same id, the one at position

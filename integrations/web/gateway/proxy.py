@@ -111,6 +111,7 @@ class Proxy:
         try:
             async with asyncio.timeout(self.limits.timeout):
                 await self._pass(passage)
+            # A provider's answer is recorded once the client has it. If it is not complete, its call fails.
             if (exchange := passage.exchange) is not None and (exchange.answering or exchange.refusal):
                 await exchange.settle("malformed", f"the answer is not whole, after {exchange.size} bytes")
         except ClientGone:
@@ -128,8 +129,9 @@ class Proxy:
             await self._interrupted(passage, "error", error.message)
             raise
         except asyncio.CancelledError:
-            # The end of an episode ends its calls and cancels their requests: this is no stop of the gateway.
-            if passage.exchange is not None and passage.exchange.call.ended and not passage.done:
+            # A request is cancelled when its episode ends, which has ended its call before, or when the gateway stops.
+            episode_has_ended = passage.exchange is not None and passage.exchange.call.ended and not passage.done
+            if episode_has_ended:
                 asyncio.current_task().uncancel()  # type: ignore[union-attr]
                 text = "The episode ended before the call did."
                 raise RequestError(409, text, code="episode_ended", headers={"x-should-retry": "false"}) from None
@@ -162,8 +164,9 @@ class Proxy:
             raw = await read_body(scope, passage.receive, self.limits.max_body, self.room)
             episode = self.episodes.live(caller_identity(scope, address).episode)
             if address.tail == TEXT_COMPLETIONS.strip("/"):
-                # The episode counts the warning; without one, the gateway does.
-                (episode or self.episodes).warn(*TEXT_COMPLETION)
+                # The episode counts the warning. If the request belongs to none, the gateway counts it.
+                counts_warning = episode if episode is not None else self.episodes
+                counts_warning.warn(*TEXT_COMPLETION)
             if episode is not None and episode.fixed_embeddings and address.tail == "embeddings":
                 await self._answer_with_fixed_embeddings(passage, episode, raw)
                 return

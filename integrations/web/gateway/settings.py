@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Hashable, Sequence
 from typing import Literal
@@ -83,9 +82,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raises ConfigError for an address that is not the base URL of an API."""
         for url in filter(None, (self.upstream, self.anthropic)):
-            with contextlib.suppress(ValueError):
-                parts = urlsplit(url)
-                if parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0:
-                    continue
-            remedy = "For example: --upstream https://api.openai.com/v1"
-            raise ConfigError("upstream", url, "is not the base URL of an OpenAI-compatible API", remedy)
+            if not _is_base_url(url):
+                remedy = "For example: --upstream https://api.openai.com/v1"
+                raise ConfigError("upstream", url, "is not the base URL of an OpenAI-compatible API", remedy)
+
+
+def _is_base_url(url: str) -> bool:
+    """Whether requests can be sent to paths below this address."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query and parts.port != 0
+    except ValueError:  # a host or a port that is malformed
+        return False

@@ -237,22 +237,22 @@ def show_calls(
 
     shown_calls = []
     for call in calls:
-        ids = ids_of_call[call.id]
-        group = ""
-        if groups is not None:
-            group = next((groups.group_of[id] for id in ids if id in groups.group_of), "")
-        unchanged = 0 if whole else _unchanged_messages(run, call)
+        # The messages that an earlier call on the page has shown already are skipped.
+        n_skipped = 0 if whole else _unchanged_messages(run, call)
         candidates = []
-        for id, candidate in zip(ids, call.candidates, strict=True):
+        group = ""  # the id of the group that training made of the candidates
+        for id, candidate in zip(ids_of_call[call.id], call.candidates, strict=True):
             chosen = candidate.index == call.chosen
             candidates.append(_candidate(candidate, id, chosen, rewards[id], feedback[id], groups, colouring))
+            if groups is not None and not group:
+                group = groups.group_of.get(id, "")
         shown_calls.append(
             ShownCall(
                 record=call,
                 reads=reads_of_call.get(call.id, Reads()),
-                kept=unchanged,
+                kept=n_skipped,
                 messages=len(call.messages),
-                new=tuple(message(run, id) for id in call.messages[unchanged:]),
+                new=tuple(message(run, id) for id in call.messages[n_skipped:]),
                 tools=call.tools or "",
                 candidates=tuple(candidates),
                 group=group,

@@ -146,6 +146,7 @@ def grouped(
     `tables` has the value of each field, by its name, for each run. With `differing_only`, only fields that differ
     between the runs are returned; with `set_only`, only fields that differ from their default.
     """
+    # 1. Order the fields as the documentation does. Undocumented fields come last.
     names: set[str] = set()
     for table in tables:
         names.update(table)
@@ -153,33 +154,40 @@ def grouped(
     other_names = sorted(names.difference(documented_names))
     headings = list(dict.fromkeys(name.rpartition(".")[0] for name in fields))
 
+    # 2. Select the fields, and put each below its heading.
     groups: dict[str, list[ShownField]] = {}
     for name in [*documented_names, *other_names]:
-        documented = fields.get(name)
         values = tuple(table.get(name, "–") for table in tables)
-        changed = tuple(documented is not None and value not in (documented.default, "–") for value in values)
-        differs = len(set(values)) > 1
-        if differing_only and not differs:
+        field = _shown_field(name, values, fields.get(name))
+        if differing_only and not field.differs:
             continue
-        if set_only and documented is not None and not any(changed):
+        if set_only and name in fields and not any(field.changed):
             continue
+        groups.setdefault(_heading_of(name, headings), []).append(field)
 
-        shown = ShownField(
-            name=name,
-            values=values,
-            differs=differs,
-            default=documented.default if documented else "",
-            help=documented.help if documented else "",
-            changed=changed,
-        )
-        groups.setdefault(_heading_of(name, headings), []).append(shown)
-
-    # Documented headings in their order, then others; versions and changes come last.
+    # 3. Order the headings: documented ones in their order, then others; versions and changes come last.
     def sort_key(heading: str) -> tuple[bool, int]:
         position = headings.index(heading) if heading in headings else len(headings)
         return heading in ("versions", "changes"), position
 
     return {heading: groups[heading] for heading in sorted(groups, key=sort_key)}
+
+
+def _shown_field(name: str, values: tuple[str, ...], documented: KnownField | None) -> ShownField:
+    """A field with its value in each run. `documented` is its entry in the documentation, if it has one."""
+    differs = len(set(values)) > 1
+    if documented is None:
+        return ShownField(
+            name=name, values=values, differs=differs, default="", help="", changed=(False,) * len(values)
+        )
+    return ShownField(
+        name=name,
+        values=values,
+        differs=differs,
+        default=documented.default,
+        help=documented.help,
+        changed=tuple(value not in (documented.default, "–") for value in values),
+    )
 
 
 def _heading_of(name: str, headings: Sequence[str]) -> str:
