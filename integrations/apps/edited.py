@@ -18,19 +18,20 @@ def divide_text(texts: Sequence[str], joint: str, new: str) -> list[str]:
     Blocks at the beginning and at the end whose texts `new` repeats stay unchanged, so that a provider's prompt cache
     still has them. The last of the other blocks gets the remainder of `new`, and those before it become empty.
     """
-    # texts[:first] and texts[last:] stay; new[start:end] is for the texts between them.
-    first = 0
-    last = len(texts)
+    # The texts before `first_changed` and from `after_changed` on stay. new[start:end] is for the texts between them,
+    # which are at least one.
+    first_changed = 0
+    after_changed = len(texts)
     start = 0
     end = len(new)
-    while first < last - 1 and new.startswith(texts[first] + joint, start):
-        start += len(texts[first] + joint)
-        first += 1
-    while last > first + 1 and new.endswith(joint + texts[last - 1], start, end):
-        end -= len(joint + texts[last - 1])
-        last -= 1
-    between = [""] * (last - first - 1) + [new[start:end]]
-    return [*texts[:first], *between, *texts[last:]]
+    while first_changed < after_changed - 1 and new.startswith(texts[first_changed] + joint, start):
+        start += len(texts[first_changed] + joint)
+        first_changed += 1
+    while after_changed > first_changed + 1 and new.endswith(joint + texts[after_changed - 1], start, end):
+        end -= len(joint + texts[after_changed - 1])
+        after_changed -= 1
+    n_emptied = after_changed - first_changed - 1
+    return [*texts[:first_changed], *[""] * n_emptied, new[start:end], *texts[after_changed:]]
 
 
 def edited_blocks(blocks: Sequence[Any], kind: Kind, replace_text: ReplaceText, joint: str | None) -> Any:

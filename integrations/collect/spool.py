@@ -388,10 +388,13 @@ def _is_intact(head: bytes | memoryview, body: bytes | memoryview) -> bool:
     return bool(len(body) == length and zlib.crc32(body, zlib.crc32(head[:8])) == crc)
 
 
-def abandoned_spools(folder: Path, own: str, bound: int) -> Iterator[Spool]:
-    """Open the spools of `folder` whose processes have ended, one after another. Each is locked."""
+def abandoned_spools(folder: Path, name_of_this: str, bound: int) -> Iterator[Spool]:
+    """Open the spools of `folder` whose processes have ended, one after another. Each is locked.
+
+    `name_of_this` is the name of this process's spool, which is left out.
+    """
     for path in sorted(folder.glob("*.lock")):
-        if path.stem == own:
+        if path.stem == name_of_this:
             continue
         # The spool of a running process is locked, and another process may have sent and removed this one.
         with contextlib.suppress(RunError, OSError):

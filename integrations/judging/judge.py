@@ -220,15 +220,16 @@ class Judge(Ranking):
     ) -> list[Feedback]:
         """The mean reward of each sibling over all questions, with the reasons of all.
 
-        `entry_of_sibling` has the number of the entry that each sibling was shown as.
+        A question shows siblings with the same text as one entry. `entry_of_sibling` has the number of each sibling's
+        entry. A verdict ranks the entries: its tiers are lists of equally good ones, the best first.
         """
         sums = [0.0] * len(entry_of_sibling)
         reasons: list[list[str]] = [[] for _ in entry_of_sibling]
         for asked, verdict in zip(questions, verdicts, strict=True):
-            tiers = []
+            tiers_of_siblings = []
             for tier in verdict.tiers:
-                tiers.append([sibling for sibling, entry in enumerate(entry_of_sibling) if entry in tier])
-            for sibling, reward in enumerate(values_of_tiers(tiers)):
+                tiers_of_siblings.append([sibling for sibling, entry in enumerate(entry_of_sibling) if entry in tier])
+            for sibling, reward in enumerate(values_of_tiers(tiers_of_siblings)):
                 sums[sibling] += reward
                 reason = asked.feedback(verdict, entry_of_sibling[sibling])
                 if reason:

@@ -144,9 +144,11 @@ def _proposer(problem: Problem) -> Any:
     """The function that GEPA calls for new prompts, from the graded runs of the current ones."""
 
     def propose(
-        candidate: dict[str, str], shown: Mapping[str, Sequence[Mapping[str, Any]]], parts: list[str]
+        candidate: dict[str, str], dataset_of_part: Mapping[str, Sequence[Mapping[str, Any]]], parts: list[str]
     ) -> dict[str, str]:
-        graded = [entry["run"] for entry in next(iter(shown.values()), ())]
+        # `make_reflective_dataset` has given all parts the same runs.
+        entries = next(iter(dataset_of_part.values()), ())
+        graded = [entry["run"] for entry in entries]
         return problem.propose(candidate, parts, graded)
 
     return propose

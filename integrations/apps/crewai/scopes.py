@@ -53,9 +53,12 @@ class CrewScope(Scope):
         `output` is the id of the call's answer if the call is the agent's own, not one of a tool or a guardrail.
         """
         outputs_read: list[str] = []
+        # The agent around this scope, which has delegated its task or uses a tool.
         if self.outer is not None and self.outer.agent is not None:
             outputs_read.append(self.outer.key)
-        if output is not None:
+        # Outputs of other tasks are in the agent's own prompt only.
+        is_own_call = output is not None
+        if is_own_call:
             outputs_read += self.reads
         outputs_read.append(self.key)
         return CallerContext(self.role, NAME, state=_scope_state(self), read=tuple(outputs_read), output=output)

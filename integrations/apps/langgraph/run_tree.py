@@ -47,13 +47,16 @@ class GraphRun(msgspec.Struct):
         A graph runs each node in a namespace of its own, so the first run in a namespace is the node. `inputs` is the
         input of the run.
         """
-        space = metadata.get(_SPACE) or ""
+        space = metadata.get(_SPACE) or ""  # the namespace
         agent = metadata.get("lc_agent_name")
         node = metadata.get("langgraph_node")
         if space and parent is None:
-            # The namespace ends with the node in progress, which is this run itself if the run has the node's name.
-            parent = _from_namespace(space, agent, with_innermost=name != node)
-        if space and (parent is None or parent.space != space):
+            # The runs around this one were not reported, so they are read from the namespace, which is the path of the
+            # nodes in progress. If this run is the innermost node itself, it is not its own parent.
+            is_innermost_node = name == node
+            parent = _from_namespace(space, agent, with_innermost=not is_innermost_node)
+        is_first_in_namespace = bool(space) and (parent is None or parent.space != space)
+        if is_first_in_namespace:
             return cls(parent, "node", str(node or name), space, agent, state=inputs, middleware=middleware)
         state = getattr(parent, "state", None)
         return cls(parent, "chain", name or "", space, agent, state=state, middleware=middleware)

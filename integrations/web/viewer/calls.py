@@ -106,25 +106,25 @@ def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: s
     rows: list[CallRow] = []
     text_in_message: dict[str, bool] = {}  # messages that were searched already, shared by all chunks
     deadline = time.monotonic() + SEARCH_SECONDS
-    searched = 0
-    last = before
+    n_searched = 0
+    last_id = before
     while True:
-        chunk = run.figures.call_ids(last, CHUNK)
-        lines = run.figures.call_lines(chunk, filters)
-        hits = {line.id for line in lines}
+        ids_of_chunk = run.figures.call_ids(last_id, CHUNK)
+        lines = run.figures.call_lines(ids_of_chunk, filters)  # of the calls that the filters accept
+        ids_to_show = {line.id for line in lines}
         if text:
-            hits = run.figures.calls_with_text(text, list(hits), text_in_message)
+            ids_to_show = run.figures.calls_with_text(text, list(ids_to_show), text_in_message)
         for line in lines:
-            if line.id in hits:
+            if line.id in ids_to_show:
                 rows.append(_row(run, line, text))
             if len(rows) == PAGE:
                 return ListPage(rows=tuple(rows), after=rows[-1].id)
-        searched += len(chunk)
-        if len(chunk) < CHUNK:
+        n_searched += len(ids_of_chunk)
+        if len(ids_of_chunk) < CHUNK:
             return ListPage(rows=tuple(rows))
-        last = chunk[-1]
+        last_id = ids_of_chunk[-1]
         if time.monotonic() > deadline:
-            return ListPage(rows=tuple(rows), after=last, searched=searched)
+            return ListPage(rows=tuple(rows), after=last_id, searched=n_searched)
 
 
 def _row(run: OpenedRun, line: CallLine, text: str) -> CallRow:

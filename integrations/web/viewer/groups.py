@@ -44,8 +44,8 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
     selected_groups = []
     for group in groups.groups:
         has_role = role in ("", group.role)
-        has_kind = not kind or (kind == "left_out") == bool(group.reason)
-        if has_role and has_kind:
+        kind_of_group = "left_out" if group.reason else "trained"
+        if has_role and kind in ("", kind_of_group):
             selected_groups.append(group)
     first = start(request)
     return viewer.page(

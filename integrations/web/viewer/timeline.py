@@ -125,28 +125,33 @@ def timeline(calls: Sequence[TimedCall], tools: Sequence[UsedTool] = ()) -> Time
     drawn_tools = sorted(tools, key=lambda tool: tool.started)[:MOST_CALLS]
     if not drawn_calls:
         return Timeline()
+    # 1. Scale the time to the width of the drawing.
     items: list[TimedCall | UsedTool] = [*drawn_calls, *drawn_tools]
     began = min(item.started for item in items)
     ended = max(item.started + item.latency for item in items)
     seconds = max(ended - began, 1e-6)
     scale = (WIDTH - LABELS - _LEAST) / seconds
 
+    # 2. Give each item a row of its lane. There is a lane for each role, and one for tools.
     rows = _Rows(began, scale)
     boxes_of_calls = [rows.place(call.role, call) for call in drawn_calls]
     boxes_of_tools = [rows.place(_TOOLS, tool) for tool in drawn_tools]
 
-    # Lanes are stacked, and boxes drawn, once the number of rows of each lane is known.
+    # 3. Stack the lanes, now that their numbers of rows are known, and draw the items in them.
     lanes: dict[str, Lane] = {}
     top = _TOP
-    for lane, ends in rows.ends.items():
-        lanes[lane] = Lane("tools" if lane == _TOOLS else lane, top, ROW * len(ends))
-        top += ROW * len(ends) + GAP
+    for lane, row_ends in rows.ends.items():
+        height = ROW * len(row_ends)
+        lanes[lane] = Lane("tools" if lane == _TOOLS else lane, top, height)
+        top += height + GAP
     bars: dict[str, Bar] = {}
     for call, box in zip(drawn_calls, boxes_of_calls, strict=True):
         bars[call.id] = Bar(call, box.x, lanes[call.role].y + ROW * box.row, box.width)
     tool_bars = []
     for tool, box in zip(drawn_tools, boxes_of_tools, strict=True):
         tool_bars.append(ToolBar(tool, box.x, lanes[_TOOLS].y + ROW * box.row, box.width))
+
+    # 4. Draw an arrow to each call from the drawn calls that it read.
     arrows = []
     for bar in bars.values():
         arrows += [Arrow(_arrow_path(bars[id], bar), guessed=False) for id in bar.call.parents if id in bars]

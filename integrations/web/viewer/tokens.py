@@ -51,6 +51,9 @@ MOST_TOKENS = 40_000
 """Most tokens that one page colours."""
 _LEVELS = (0.1, 0.5, 1.0, 2.0, 4.0)
 """Values, in nats, between which the colour changes."""
+_RATIO_LEVELS = (0.8, 0.98, 1.02, 1.25)
+_RATIO_CLASSES = ("t-n2", "t-n1", "t0", "t-p1", "t-p2")
+"""Ratios of probabilities between which the colour changes, and the CSS classes below, between and above them."""
 _CONTEXT = 8
 """Number of tokens that are decoded before a token to get its text. A token may be only a part of a character."""
 
@@ -133,16 +136,19 @@ class Colouring:
         return list(map(_finite, np.exp(figures.gaps.astype(float))))
 
     def _colour(self, value: float | None) -> str:
-        """The CSS class of a token's colour. A missing figure gets none, and an infinite one the strongest."""
+        """The CSS class that colours a token by its number (see `LEGENDS`). A missing number gets the class of small
+        ones, and an infinite number the strongest.
+        """
         if value is None:
             return "t0"
         if self.by == "ratio":
-            levels = sum(value > level for level in (0.8, 0.98, 1.02, 1.25))
-            return ("t-n2", "t-n1", "t0", "t-p1", "t-p2")[levels]
+            levels_below = sum(value > level for level in _RATIO_LEVELS)
+            return _RATIO_CLASSES[levels_below]
         nats = -value if self.by == "logprob" else value
         if not math.isfinite(nats):
             return f"t{len(_LEVELS)}"
-        return f"t{sum(nats > level for level in _LEVELS)}"
+        levels_below = sum(nats > level for level in _LEVELS)
+        return f"t{levels_below}"
 
 
 def _finite(value: float) -> float | None:
