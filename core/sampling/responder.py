@@ -49,11 +49,12 @@ class PolicyResponder:
     `others` is None. `chats` are the chat formats of policies whose format is not `chat`, by name.
 
     Under a tree plan, a role with a scorer gets `plan.k` candidates, and the best is chosen with `attribution` (for
-    some roles with the one in `own`). Other roles get one candidate. `override` replaces the application's parameters
-    (temperature, ...). With a `seed`, every call draws from a separate random stream, which depends on its place and on
-    the seed that the application asks for; without one, only the application's seed is used. The place begins with the
-    episode's phase, or with `stream` if several phases should draw the same numbers. With `max_model_len` (tokens), a
-    prompt without room for a reply is refused before sampling, and a reply is limited to the remaining room.
+    some roles with the one in `attribution_of_role`). Other roles get one candidate. `override` replaces the
+    application's parameters (temperature, ...). With a `seed`, every call draws from a separate random stream, which
+    depends on its place and on the seed that the application asks for; without one, only the application's seed is
+    used. The place begins with the episode's phase, or with `stream` if several phases should draw the same numbers.
+    With `max_model_len` (tokens), a prompt without room for a reply is refused before sampling, and a reply is limited
+    to the remaining room.
     """
 
     sampler: Sampler
@@ -64,10 +65,10 @@ class PolicyResponder:
     """Plans of the roles whose policy has a K or a choice of its own; without a `plan` they are not used."""
     scorers: Mapping[str, AnyScorer] = field(default_factory=dict)
     attribution: Attribution = field(default_factory=Attribution)
-    own: Mapping[str, Attribution] = field(default_factory=dict)
+    attribution_of_role: Mapping[str, Attribution] = field(default_factory=dict)
     defaults: SamplingParams = field(default_factory=SamplingParams)
     override: Mapping[str, Any] | None = None
-    own_sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sampling_of_role: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Settings of the roles whose policy has its own, which replace those of `override`; without an `override` the
     application's settings hold."""
     provider_roles: Collection[str] = ()
@@ -129,7 +130,7 @@ class PolicyResponder:
         for candidate in candidates:
             is_cut = candidate.finish_reason == "length"
             lengths.append(Length(len(candidate.token_ids), params.max_tokens, truncated=is_cut))
-        attribution = self.own.get(call.role, self.attribution)  # some roles have one of their own
+        attribution = self.attribution_of_role.get(call.role, self.attribution)
         compared_rewards = attribute_siblings(rewards, call.role, attribution, lengths)
         select = "first" if plan is None else plan.select
         return Answer(
@@ -256,7 +257,7 @@ class PolicyResponder:
         """The values that replace the application's parameters in calls of a role."""
         if self.override is None:
             return None
-        return {**self.override, **self.own_sampling.get(role, {})}
+        return {**self.override, **self.sampling_of_role.get(role, {})}
 
     def _with_seed(self, call: LiveCall, params: SamplingParams) -> SamplingParams:
         """The parameters with the seed of the call.

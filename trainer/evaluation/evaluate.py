@@ -317,7 +317,7 @@ async def evaluate_modes(
                 responder,
                 policies=lineup.policies,
                 override=lineup.override,
-                own_sampling=contest.sampling_of_roles(lineup),
+                sampling_of_role=contest.sampling_of_roles(lineup),
             )
             if lineup.others is not None:
                 lineup_responder.others = lineup.others.player

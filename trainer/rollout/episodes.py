@@ -57,10 +57,11 @@ def answering(
         plan=plan,
         plans={} if plan is None else config.plans_of(plan, names),
         attribution=run.recipes.run.attribution,
-        own=run.recipes.attributions(names),
+        attribution_of_role=run.recipes.attributions(names),
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.request_timeout),
         override=at_temperature(config.sampling.temperature),
-        own_sampling=config.own_sampling(settings_policy, evaluation=plan is None),  # only evaluations have no plan
+        # Only evaluations have no plan.
+        sampling_of_role=config.own_sampling(settings_policy, evaluation=plan is None),
         provider_roles=tuple(run.provider_roles),
         others=stand_in(config.other_roles),
         seed=config.seed,

@@ -25,10 +25,10 @@ class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan | None = None
     plans: dict[str, Plan] = {}
     attribution: Attribution = Attribution()
-    own: dict[str, Attribution] = {}
+    attribution_of_role: dict[str, Attribution] = {}
     defaults: SamplingParams = SamplingParams()
     override: dict[str, Any] | None = None
-    own_sampling: dict[str, dict[str, Any]] = {}
+    sampling_of_role: dict[str, dict[str, Any]] = {}
     provider_roles: tuple[str, ...] = ()
     others: PolicyRef | None = None
     seed: int | None = None

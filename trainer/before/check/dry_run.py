@@ -367,8 +367,8 @@ async def answers_of_runs(
         "plan": subject.plan,
         "plans": config.plans_of(subject.plan, roles),
         "attribution": recipes.run.attribution,
-        "own": recipes.attributions(recipes.roles),
-        "own_sampling": config.own_sampling(roles),
+        "attribution_of_role": recipes.attributions(recipes.roles),
+        "sampling_of_role": config.own_sampling(roles),
     }
 
     # 1. Answers of a model, or of the application's own provider.
