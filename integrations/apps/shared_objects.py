@@ -1,4 +1,4 @@
-"""Objects of an application that keep what was said to them. Warnings name those that episodes share."""
+"""Objects of an application that keep the messages they receive. Warnings name the ones that episodes share."""
 
 from __future__ import annotations
 

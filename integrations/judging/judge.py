@@ -324,12 +324,16 @@ class Judge(Ranking):
     @property
     def _ledger(self) -> Ledger:
         """The ledger of answers and costs, in the folder of the judge or the run; in memory without a folder."""
-        folder = self._folder or current_run.get().folder
+        folder = self._folder
+        if folder is None:
+            folder = current_run.get().folder
         if folder is None:
             return self._memory
         if not folder.is_dir():
             folder.mkdir(parents=True)
-            if folder != self._folder:
+            is_folder_of_run = folder != self._folder
+            if is_folder_of_run:
+                # The run has made its folder, so this process runs on another machine.
                 log.warning(
                     "%s is not shared with this machine: a judge keeps answers and caps of its own here.", folder
                 )

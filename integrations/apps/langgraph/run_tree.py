@@ -260,8 +260,9 @@ def _node(run: GraphRun, name: str) -> GraphRun:
 def _from_namespace(space: str, agent: str | None, with_innermost: bool = True) -> GraphRun | None:
     """The runs of the nodes around a call, read from its namespace; returns the innermost one, or None without any.
 
-    This is for applications that replace LangGraph's callbacks, which otherwise report the runs. A namespace is
-    `node:id|node:id`, with numbers for parallel graphs of one node. `with_innermost=False` leaves out its last part.
+    This is for applications that replace LangGraph's callbacks, which otherwise report the runs. A namespace names the
+    nodes from the outside in, such as `plan:ID|write:ID`. If a node runs graphs in parallel, the number of the graph
+    follows it. `with_innermost=False` leaves out the last part. `agent` is the agent's name in the metadata.
     """
     parts = space.split("|") if space else []
     n_parts = len(parts) if with_innermost else len(parts) - 1

@@ -194,7 +194,10 @@ class _Episode:
 
     def _chat_attributes(self, call: CallRecord) -> dict[str, Any]:
         """The attributes of a call's span. Content and tokens are included as `detail` says."""
-        return {
+        finish_reasons = None
+        if call.chosen is not None:
+            finish_reasons = [candidate.finish_reason for candidate in call.candidates]
+        attributes = {
             names.OPERATION: names.CHAT,
             names.PROVIDER: "cotune" if call.policy else "openai",
             names.REQUEST_MODEL: call.model,
@@ -213,14 +216,17 @@ class _Episode:
             **dict(_request_attributes(call.params)),
             names.REQUEST_STREAM: call.streamed or None,
             names.CHOSEN: call.chosen,
-            names.FINISH_REASONS: None if call.chosen is None else [c.finish_reason for c in call.candidates],
+            names.FINISH_REASONS: finish_reasons,
             names.PARENTS: list(call.parents) or None,
             names.ATTEMPTS: len(call.attempts) or None,
             names.PROMPTS: call.prompts or None,
             names.UNEDITED: call.unedited or None,
-            **(self._content(call) if self.detail.content else {}),
-            **(self._tokens(call) if self.detail.tokens else {}),
         }
+        if self.detail.content:
+            attributes |= self._content(call)
+        if self.detail.tokens:
+            attributes |= self._tokens(call)
+        return attributes
 
     def _content(self, call: CallRecord) -> dict[str, Any]:
         """The messages and tools of a call, as JSON texts."""
@@ -380,10 +386,13 @@ class _Episode:
             yield SpanEvent(names.EVALUATION, at, _without_none(attributes))
 
     def _error(self, status: str, error: str | None) -> str | None:
-        """The description of an error. Its text may quote messages, so it is exported only together with them."""
+        """The description of an error; None without one."""
         if status == "ok":
             return None
-        return (error or status) if self.detail.content else status
+        # The text of an error may quote messages, so it is exported only together with them.
+        if error and self.detail.content:
+            return error
+        return status
 
     def _body(self, id: str) -> Any:
         try:

@@ -155,10 +155,11 @@ class Episodes:
     async def exchange(
         self, who: Identity, form: Form, body: dict[str, Any], session: tuple[Hashable, str] | None, size: int
     ) -> Exchange | None:
-        """The exchange of a call, whose request has `size` bytes; None if the call cannot be recorded.
+        """Start the call of a request in its episode, and return its exchange; None if the call cannot be recorded.
 
-        `session` is the key and the task of an episode, for a request that names none. If the call begins the episode,
-        the episode gets the application's key from the call. Raises RequestError (409) if the episode has ended.
+        `session` is the key and the id of the task of an episode, for a request that names no episode. If the call
+        begins this episode, the episode gets the application's key from the call. The request has `size` bytes. Raises
+        RequestError (409) if the episode has ended.
         """
         if session and self.sink is not None:
             session_key, task = session
@@ -172,7 +173,8 @@ class Episodes:
             functools.partial(_start_call, opened.live, who, form, body),
             undo=lambda call: call.fail("cancelled", "the request ended before its call had started"),
         )
-        exchange = Exchange(call, form, body, size, self.config.limits, functools.partial(self._call_ended, opened))
+        on_end = functools.partial(self._call_ended, opened)
+        exchange = Exchange(call, form, body, size, self.config.limits, on_end)
         # The episode may have ended while the call was started in a thread.
         if opened.live.id not in self.open:
             await exchange.fail("cancelled", "the episode ended before the call did")

@@ -232,11 +232,12 @@ class Proxy:
         exchange = passage.exchange
         assert exchange is not None
         call = exchange.call
-        cancel_request = call.cancel  # `answer` replaces it, so it is set again below
+        cancel_request = call.cancel
         assert cancel_request is not None
         try:
             reply = await answer(call)
             if reply is None:
+                # `answer` has set a function that cancels the policy's work. From now on the request is cancelled.
                 call.cancel_by(cancel_request)
                 return False
             content, kind = await exchange.answered(reply)

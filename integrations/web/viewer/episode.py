@@ -72,6 +72,7 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
     run = viewer.run(request)
     id = request.path_params["id"]
     first = start(request)
+    # All calls of the episode, which the timeline shows. Only one page of them is read in full.
     timed_calls = [TimedCall(*call) for call in run.figures.call_times(id)]
     episode = ended_episode(run, id)
     if episode is None and not timed_calls:

@@ -153,13 +153,14 @@ class Viewer:
             return self._totals[run.name][1]
 
     def page(self, request: Request, template: str, run: OpenedRun | None = None, **values: Any) -> Response:
-        """Render a page inside the frame that all pages share."""
-        samples = run is None or run.samples
+        """Render a page inside the frame that all pages share: the list of runs, and the tabs that fit the run."""
+        has_own_episodes = run is None or run.samples  # a run may also learn from recorded episodes alone
+        has_analysis = run is not None and run.blame is not None
         tabs = []
         for page in self._first_pages.values():
-            if page.sampled and not samples:
+            if page.sampled and not has_own_episodes:
                 continue
-            if page.analysed and (run is None or run.blame is None):
+            if page.analysed and not has_analysis:
                 continue
             tabs.append(page)
         frame = {
@@ -169,7 +170,7 @@ class Viewer:
             "stamp": run.stamp if run else "",
             "here": request.state.tab,
             "tabs": tabs,
-            "samples": samples,
+            "samples": has_own_episodes,
         }
         return HTMLResponse(render(template, **frame, **values))
 
