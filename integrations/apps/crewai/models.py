@@ -107,9 +107,9 @@ def _as_named_agent(model: Any, call_arguments: Mapping[str, Any]) -> Iterator[N
         with context_value(current_caller, caller):
             yield
         episode = current_episode.get()
-        # A call through the OpenAI SDK is recorded there, unless it sends no request.
-        is_recorded_by_sdk = opened_call.get() is None and _uses_openai_sdk(type(model))
-        if episode is not None and is_recorded_by_sdk and not caller.calls:
+        # Calls of a model on the OpenAI SDK are recorded by the hook of the SDK. It counts them in `caller.calls`.
+        sdk_records_call = opened_call.get() is None and _uses_openai_sdk(type(model))
+        if episode is not None and sdk_records_call and not caller.calls:
             episode.warn(
                 "unseen_call",
                 f"A model answered role {caller.role!r} without a request that can be recorded: by a client of its own "

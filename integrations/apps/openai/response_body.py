@@ -249,7 +249,7 @@ _FILLED_FIELDS: dict[str, tuple[str, Any]] = {
 """Type of an item -> the field that its events fill in, and the value of this field before the first event."""
 
 
-_LAST = ("response.completed", "response.incomplete", "response.failed")
+_LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
 class ResponseStream:
@@ -258,7 +258,7 @@ class ResponseStream:
     def __init__(self) -> None:
         self._response: dict[str, Any] | None = None
         self._items: dict[int, dict[str, Any]] = {}
-        self._done: set[int] = set()
+        self._finished_items: set[int] = set()
         """Indices of items whose last event has come."""
 
     def take(self, event: Any) -> bool:
@@ -266,14 +266,14 @@ class ResponseStream:
         kind = event.get("type")
         if kind == "error" or event.get("error"):
             raise ProviderFailed(f"error event: {event.get('error') or event.get('message')}")
-        if kind in _LAST:
+        if kind in _LAST_EVENTS:  # it has the status and the usage, and from most servers the output
             self._response = dict(event["response"])
         elif kind in ("response.output_item.added", "response.output_item.done"):
             index = index_of_part(event, "output_index")
             self._items[index] = dict(event["item"])
             if kind == "response.output_item.done":
-                self._done.add(index)
-        elif kind in _ITEM_OF_EVENT:
+                self._finished_items.add(index)
+        elif kind in _ITEM_OF_EVENT:  # a piece of an item
             index = index_of_part(event, "output_index")
             # Some servers leave out the events that announce an item or a part of it, and clients accept that.
             item = self._items.setdefault(index, {"type": _ITEM_OF_EVENT[kind], "role": "assistant"})
@@ -281,7 +281,7 @@ class ResponseStream:
         return self._response is not None
 
     def over(self, *, done: bool) -> bool:
-        return done and bool(self._items) and self._done.issuperset(self._items)
+        return done and bool(self._items) and self._finished_items.issuperset(self._items)
 
     def holds_answer(self) -> bool:
         return self._response is not None

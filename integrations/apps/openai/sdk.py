@@ -87,8 +87,10 @@ class _Exchange:
         content = edited_body(self.call, self.form, self.request_body, request.content)
         headers = request.headers.copy()
         headers["content-length"] = str(len(content))
-        new_request = package_of(request).Request
-        return new_request(request.method, request.url, headers=headers, content=content, extensions=request.extensions)
+        request_class = package_of(request).Request
+        return request_class(
+            request.method, request.url, headers=headers, content=content, extensions=request.extensions
+        )
 
     def answered(self, request: Any, answer: Answer) -> Any:
         """The response that returns a policy's answer; ends the call."""
@@ -270,7 +272,8 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
     form = _form_of(request)
     if form is None:
         _warn_of_unrecorded(episode, request)
-        if episode.fixed_embeddings and request.method == "POST" and request.url.path.endswith("/embeddings"):
+        asks_for_embeddings = request.method == "POST" and request.url.path.endswith("/embeddings")
+        if episode.fixed_embeddings and asks_for_embeddings:
             return _make_response(request, 200, "application/json", fixed_embeddings(request.content), "cotune")
         return None
     # Requests that do not come from the SDK's `request` have no open exchange, and are not retried.
@@ -282,11 +285,12 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
         return exchange
     try:
         _begin_call(exchange, episode, form, request.content)
-    except RecordError as error:
-        # The gateway of the same run records this request, so it is not lost.
-        if episode.forked and episode.gateway and str(request.url).startswith(episode.gateway):
-            return None
+    except RecordError as error:  # the episode has ended
+        is_sent_to_gateway = episode.gateway and str(request.url).startswith(episode.gateway)
+        if episode.forked and is_sent_to_gateway:
+            return None  # the gateway of the same run records this request
         if episode.responder is not None:
+            # A policy would have to answer, so the request must not reach the provider.
             return _error_response(request, 409, str(error))
         warn_unrecorded(episode, error)
         return None

@@ -182,15 +182,16 @@ class PostgresDatabase:
         return cursor.fetchall() if cursor.description else []
 
     def insert(self, table: str, values: Sequence[Any]) -> None:
-        """Insert rows, whose values follow each other in `values`. Rows go through a staging table because COPY cannot
-        skip duplicates.
+        """Insert rows into a table. `values` has the values of the first row, then of the second row, and so on.
+
+        Rows go through a staging table because COPY cannot skip duplicates.
         """
-        names = COLUMNS[table]
+        columns = COLUMNS[table]
         sqlite_types = [column.split()[1] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
         types = [TYPES[sqlite_type] for sqlite_type in sqlite_types]
-        width = len(names)
-        rows = [values[start : start + width] for start in range(0, len(values), width)]
-        rows = _one_row_per_key(table, rows)
+        width = len(columns)
+        all_rows = [values[start : start + width] for start in range(0, len(values), width)]
+        rows = _one_row_per_key(table, all_rows)
         if table in NUMBERED:
             # Tables with numbered rows have a partition for each month.
             self._make_partitions(table, [row[0] for row in rows])
@@ -198,7 +199,7 @@ class PostgresDatabase:
             cursor.execute(staging_table(table))
             # Remove the rows of an earlier insertion in this transaction. TRUNCATE would make a new file each time.
             cursor.execute(f"DELETE FROM stage_{table}")
-            with cursor.copy(f"COPY stage_{table} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)") as copy:
+            with cursor.copy(f"COPY stage_{table} ({', '.join(columns)}) FROM STDIN (FORMAT BINARY)") as copy:
                 copy.set_types(types)
                 for row in rows:
                     copy.write_row([*map(_stored_value, row)])

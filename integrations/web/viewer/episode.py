@@ -72,11 +72,13 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
     run = viewer.run(request)
     id = request.path_params["id"]
     first = start(request)
-    # All calls of the episode, which the timeline shows. Only one page of them is read in full.
+    # 1. The times of all calls, for the timeline.
     timed_calls = [TimedCall(*call) for call in run.figures.call_times(id)]
     episode = ended_episode(run, id)
     if episode is None and not timed_calls:
         raise RecordError(f"There is no episode {id} in {run.name}.", "")
+
+    # 2. The calls of this page with their messages and answers.
     calls = run.store.calls(id, start=first, limit=PAGE)
     groups = viewer.groups_of(run, episode)
     colouring = viewer.colouring(request, run, episode)
@@ -84,7 +86,7 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
     shown_calls = show_calls(run, calls, groups, reads_of_call=reads_of_call, colouring=colouring)
     timed_calls = with_reads(timed_calls, shown_calls)
     roles = [*(call.role for call in timed_calls), *(call.record.role for call in shown_calls)]
-    unreadable_calls = len(timed_calls[first : first + PAGE]) - len(calls)
+    unreadable_calls = len(timed_calls[first : first + PAGE]) - len(calls)  # the store leaves out damaged records
     older, newer = run.figures.neighbours(id)
     return viewer.page(
         request,
