@@ -165,7 +165,17 @@ class Endpoint:
         except (openai.OpenAIError, ValueError, TypeError) as error:
             raise TransientError(f"the answer cannot be read ({type(error).__name__})") from None
 
-        usage = getattr(reply, "usage", None)
+        self._settle_cost(getattr(reply, "usage", None), ledger, reservation)
+        try:
+            return str(reply.choices[0].message.content or "")
+        except (AttributeError, IndexError, TypeError):
+            return ""  # an answer without a text cannot be used, so the judge is asked again
+
+    def _settle_cost(self, usage: Any, ledger: Ledger, reservation: int) -> None:
+        """Replace the reserved cost of an answered request by the real one, which follows from its tokens.
+
+        `usage` has the numbers of tokens; None from endpoints that do not count them. The reserved cost then stays.
+        """
         prompt_tokens = getattr(usage, "prompt_tokens", None)
         completion_tokens = getattr(usage, "completion_tokens", None)
         if isinstance(prompt_tokens, int) and isinstance(completion_tokens, int):
@@ -173,10 +183,6 @@ class Endpoint:
             ledger.settle(reservation, prompt_tokens, completion_tokens, cost)
         else:
             ledger.count(self._judge, "uncounted")
-        try:
-            return str(reply.choices[0].message.content or "")
-        except (AttributeError, IndexError, TypeError):
-            return ""  # an answer without a text cannot be used, so the judge is asked again
 
     def _client_of_loop(self) -> _LoopClient:
         """The client of this event loop, and its limit of concurrent requests: a client cannot be shared between

@@ -118,6 +118,19 @@ def _output_items(call: LiveCall, candidate: Candidate, request_body: Mapping[st
     return items
 
 
+def _check_status(response: Mapping[str, Any]) -> None:
+    """Raise ProviderFailed for a response that has no answer: it has failed, or is not finished."""
+    status = response.get("status")
+    if status in ("failed", "cancelled"):
+        error = response.get("error") or {}
+        reason = error
+        if isinstance(error, Mapping):
+            reason = f"{error.get('code')}: {error.get('message')}"
+        raise ProviderFailed(f"the response {status}: {reason}")
+    if status in ("queued", "in_progress"):
+        raise ProviderFailed(f"the response is {status}: it is made in the background, and its answer is not recorded")
+
+
 def answer_of(response: Any) -> Answer:
     """The answer in an object of the Responses API. Items that only a provider produces, such as searches, are stored
     under `items` of the message.
@@ -126,13 +139,7 @@ def answer_of(response: Any) -> Answer:
     """
     if not isinstance(response, Mapping) or not isinstance(response.get("output"), list):
         raise ValueError("no output")
-    status = response.get("status")
-    if status in ("failed", "cancelled"):
-        error = response.get("error") or {}
-        reason = f"{error.get('code')}: {error.get('message')}" if isinstance(error, Mapping) else error
-        raise ProviderFailed(f"the response {status}: {reason}")
-    if status in ("queued", "in_progress"):
-        raise ProviderFailed(f"the response is {status}: it is made in the background, and its answer is not recorded")
+    _check_status(response)
     items, malformed_items = well_formed_items(response["output"])
     message: dict[str, Any] = {"role": "assistant", "content": None}
     # The output may divide one answer into several messages: their texts and tool calls are joined.

@@ -97,11 +97,13 @@ def _message(role: str, fields: Mapping[str, Any], name: str, left_out: Counter[
     content = fields.get("content")
     # The content may be parts as JSON, or a text that begins like JSON.
     if isinstance(content, str) and content.startswith("[{"):
-        parts = decode_json(content)
-        if parts is content and content.startswith('[{"type"'):
+        parts_or_text = decode_json(content)
+        is_no_json = parts_or_text is content
+        if is_no_json and content.startswith('[{"type"'):
+            # Parts whose JSON was cut off, as SDKs do with long attributes.
             left_out[f"cut:{name}"] += 1
             return None
-        content = parts
+        content = parts_or_text
     if isinstance(content, list):
         content = _content(content)
     elif content is not None:

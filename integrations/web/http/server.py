@@ -66,16 +66,15 @@ def running(
     """
     check_access(host, token)
     listener = _bind(host, port)
+    # The two threads tell each other through futures: the server's thread that the server is ready (or its error), the
+    # caller's thread that it does not wait for that any more.
     ready: Future[tuple[uvicorn.Server, T]] = Future()
-    caller_left: Future[None] = Future()  # done if the caller leaves before the server is ready
+    caller_left: Future[None] = Future()
     # `join` of a thread is not used. After an interrupted `join`, Python takes the running thread for an ended one.
     ended = threading.Event()
 
     def run_server() -> None:
-        """Serve in this thread until the server is stopped.
-
-        `ready` passes the server, or an error that came before the server was ready, to the thread that waits for it.
-        """
+        """Serve in this thread until the server is stopped."""
         try:
             with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
                 loop = runner.get_loop()
@@ -84,12 +83,13 @@ def running(
                 caller_left.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
                 loop.run_until_complete(task)
         except BaseException as error:
+            is_serving = ready.done()
             if caller_left.done():
                 return  # nothing waits for the error
-            if ready.done():
+            if is_serving:
                 logger.exception("The server stopped.")
                 raise
-            ready.set_exception(error)
+            ready.set_exception(error)  # raised where the caller waits for the server
         finally:
             ended.set()
 
