@@ -68,14 +68,14 @@ def install() -> None:
 class _Exchange:
     """One request of the application with all retries of the SDK, which are one call of the episode."""
 
-    retried: bool
+    may_retry: bool
     """Whether the SDK may retry after a failure. If so, the call ends with the request, not with a failed attempt."""
     form: Form = CHAT
     request_body: dict[str, Any] = field(default_factory=dict)
     call: LiveCall = None  # type: ignore[assignment]  # set once there is a request
     failure: str = "unknown"
     """Reason of the last failed attempt."""
-    waits: bool = False
+    awaits_retry: bool = False
     """Whether the last attempt has failed and the next one has not begun."""
     edits: bool = False
     """Whether the prompts of the call are edited here, in each attempt."""
@@ -108,8 +108,8 @@ class _Exchange:
         """Note the error of an attempt. The call ends with it unless the SDK may retry."""
         self.failure = ": ".join(reason_of(error))
         # An error that is no Exception cancels the request, so the SDK does not retry.
-        self.waits = isinstance(error, Exception)
-        if not self.retried:
+        self.awaits_retry = isinstance(error, Exception)
+        if not self.may_retry:
             fail_with_error(self.call, error)
 
     def observed(self, response: Any) -> Any:
@@ -119,8 +119,8 @@ class _Exchange:
         if response.status_code >= 400:
             cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
             self.failure = f"error: {cause}"
-            self.waits = True
-            if not self.retried:
+            self.awaits_retry = True
+            if not self.may_retry:
                 self.call.fail("error", cause, outage=not is_refusal_status(response.status_code))
             return response
         end_call = functools.partial(self.settle, response.headers)
@@ -162,13 +162,13 @@ _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", d
 @contextlib.contextmanager
 def _open_exchange() -> Iterator[None]:
     """Open an exchange for one request and its retries. An error that escapes ends the call of the request."""
-    exchange = _Exchange(retried=True)
+    exchange = _Exchange(may_retry=True)
     token = _exchange.set(exchange)
     try:
         yield
     except BaseException as error:
         if exchange.call is not None:
-            if exchange.waits and not isinstance(error, Exception):
+            if exchange.awaits_retry and not isinstance(error, Exception):
                 # Cancelled while the SDK waited to try again: the last attempt had ended before.
                 exchange.call.attempts.append(exchange.failure)
             fail_with_error(exchange.call, error)
@@ -277,11 +277,11 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
             return _make_response(request, 200, "application/json", fixed_embeddings(request.content), "cotune")
         return None
     # Requests that do not come from the SDK's `request` have no open exchange, and are not retried.
-    exchange = _exchange.get() or _Exchange(retried=False)
+    exchange = _exchange.get() or _Exchange(may_retry=False)
     if exchange.call is not None:
         # The SDK tries the request again.
         exchange.call.attempts.append(exchange.failure)
-        exchange.waits = False
+        exchange.awaits_retry = False
         return exchange
     try:
         _begin_call(exchange, episode, form, request.content)
