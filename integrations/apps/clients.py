@@ -90,8 +90,8 @@ class Client:
             edited_args, edited_options = self.edited(edit, *args, **options)
             return self.request(*edited_args, **edited_options)
 
-        # `check_edits_sent` looks for the edited texts in this request. It makes the request itself, because an error must
-        # not stop the application.
+        # `check_edits_sent` looks for the edited texts in this request. It makes the request itself, because an error
+        # must not stop the application.
         if check_edits_sent(call, request_with_edits, warn):
             return edited_args, edited_options
         return args, options
