@@ -116,7 +116,12 @@ def _verdicts(
 
 
 def two(repetitions: int) -> list[Line]:
-    """How often two faulty roles are both in the verdict, and how often at least one is."""
+    """How often two faulty roles are both in the verdict, and how often at least one is.
+
+    A fault is `masked` if it costs less than 10 points until the other one is mended. The command does not see it then:
+    mending the role that it names, and running it again, may show it. `next` is how often the second analysis gives
+    the other role the highest cost, of the analyses that named one role of the pair.
+    """
     lines = []
     for rate, tasks in itertools.product((0.6, 1.0), (10, 20)):
         rng = random.Random(f"two {rate} {tasks}")
@@ -127,11 +132,24 @@ def two(repetitions: int) -> list[Line]:
                 if not all(_costs_alone(app, pair, role) for role in pair):
                     counts["hidden"] += 1
                     continue
-                verdict = analyse(app, rng, tasks=tasks, runs=RUNS).verdict
+                named = set(pair) & set(analyse(app, rng, tasks=tasks, runs=RUNS).verdict.roles)
+                masked = min(app.score(role) for role in pair) < LEAST_EFFECT
                 counts["analysed"] += 1
-                counts["both"] += set(pair) <= set(verdict.roles)
-                counts["one"] += bool(set(pair) & set(verdict.roles))
-        lines.append(_line("two", counts, "both", "one", rate=rate, tasks=tasks))
+                counts["one"] += len(named) > 0
+                counts["both"] += len(named) == 2
+                counts["masked"] += masked
+                counts["both_unmasked"] += len(named) == 2 and not masked
+                if len(named) == 1:
+                    (other,) = set(pair) - named
+                    again = analyse(app.mend(*named), rng, tasks=tasks, runs=RUNS)
+                    effects = role_effects(again.outcomes, roles, 1.0)
+                    counts["repeated"] += 1
+                    counts["next"] += effects[0].role == other
+        line = _line("two", counts, "both", "one", "masked", rate=rate, tasks=tasks)
+        unmasked = counts["analysed"] - counts["masked"]
+        line["both_of_unmasked"] = round(counts["both_unmasked"] / max(unmasked, 1), 4)
+        line["next"] = f"{counts['next']} of {counts['repeated']}"
+        lines.append(line)
     return lines
 
 

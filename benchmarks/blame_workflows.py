@@ -90,6 +90,13 @@ class Application:
         own, reference = self.own[task], self.reference[task]
         return self.success({role: reference[role] if arm.swaps(role) else own[role] for role in self.roles})
 
+    def mend(self, *roles: str) -> Application:
+        """The same application, whose `roles` err as seldom as the reference."""
+        own = []
+        for rates, reference in zip(self.own, self.reference, strict=True):
+            own.append({**rates, **{role: reference[role] for role in roles}})
+        return Application(self.roles, self.success, own, self.reference)
+
     def score(self, role: str) -> float:
         """The exact score of a role: the mean over all tasks."""
         total = 0.0

@@ -198,7 +198,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def decide(outcomes: Outcomes, roles: Sequence[str], live: Sequence[str]) -> Verdict:
     """Decide from the outcomes of all arms which of the `roles` is at fault.
 
-    Roles that are not `live` any more were dropped in an earlier round, so they can be part of no verdict.
+    Roles that are not `live` any more were dropped in an earlier round. They can be no more than a further role.
     """
     span = outcomes.span()
     least = LEAST_EFFECT * span.size  # the least effect that matters, in units of the outcome
@@ -215,14 +215,11 @@ def decide(outcomes: Outcomes, roles: Sequence[str], live: Sequence[str]) -> Ver
     if len(tied_roles) > 1:
         return Verdict(kind="either", roles=tuple(tied_roles))
 
-    # 2. The first role, if it costs enough. The others are tested together, so each at a stricter level (Bonferroni).
+    # 2. The first role, if it costs enough, with the further roles that do.
     first = effects[0]
     if first.score.least >= least:
-        at_fault = [first.role]
-        for effect in effects[1:]:
-            if _lower_bound(effect.score, 0.05 / (len(effects) - 1)) >= least:
-                at_fault.append(effect.role)
-        return Verdict(kind="named", roles=tuple(at_fault))
+        further_roles = _further_roles_at_fault(outcomes, roles, first.role, span)
+        return Verdict(kind="named", roles=(first.role, *further_roles))
 
     # 3. The first two roles together cost enough, so one of them is at fault. Which one is not known.
     if len(effects) > 1 and _mean_score_of_pair(outcomes, roles, effects, span.size).least >= least:
@@ -260,11 +257,29 @@ def _roles_tied_with_best(
     return tied_roles
 
 
-def _lower_bound(score: Estimate, level: float) -> float:
-    """The one-sided lower bound of a score at a `level` other than the 5% of `Estimate.least`."""
-    degrees_of_freedom = score.tasks + PRIOR_OBSERVATIONS - 1
-    standard_error = score.deviation / math.sqrt(score.tasks)
-    return score.mean - float(stats.t.ppf(1 - level, degrees_of_freedom)) * standard_error
+def _further_roles_at_fault(outcomes: Outcomes, roles: Sequence[str], first: str, span: Span) -> list[str]:
+    """The roles besides `first` that cost enough, the highest score first.
+
+    A role costs enough by its score, or by `last`: its cost once all other roles are mended. A fault that always fails
+    hides another one until it is mended itself, so the second fault has an `alone` of 0, and half of `last` as score.
+    """
+    effects = [effect for effect in role_effects(outcomes, roles, span.size) if effect.role != first]
+    # The roles are tested together, so each at a stricter level (Bonferroni). They are all roles, also those that were
+    # dropped in an earlier round: the roles still live are those with the best luck so far.
+    level = 0.05 / len(effects) if effects else 0.05
+    at_fault = []
+    for effect in effects:
+        bound = max(_lower_bound(effect.score, level), _lower_bound(effect.last, level))
+        if bound >= LEAST_EFFECT * span.size:
+            at_fault.append(effect.role)
+    return at_fault
+
+
+def _lower_bound(cost: Estimate, level: float) -> float:
+    """The one-sided lower bound of a cost at a `level` other than the 5% of `Estimate.least`."""
+    degrees_of_freedom = cost.tasks + PRIOR_OBSERVATIONS - 1
+    standard_error = cost.deviation / math.sqrt(cost.tasks)
+    return cost.mean - float(stats.t.ppf(1 - level, degrees_of_freedom)) * standard_error
 
 
 def _mean_score_of_pair(

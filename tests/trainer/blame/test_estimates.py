@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.blame_workflows import WORKFLOWS, analyse, application
+from cotune.reading.blame import LEAST_EFFECT
 from cotune.trainer.blame.arms import ALL, OWN, Arm, arm_of, arms_of_round, better_half
 from cotune.trainer.blame.estimates import (
     Outcomes,
@@ -139,6 +140,20 @@ def test_four_tasks_name_nobody() -> None:
     mended = dict.fromkeys([EVERY, frozenset({"planner"}), EVERY - {"writer"}, EVERY - {"critic"}], 1.0)
     verdict = decide(outcomes_of(mended, tasks=4), ROLES, ROLES)
     assert (verdict.kind, verdict.more_tasks) == ("undecided", 1)
+
+
+def test_a_second_fault_is_named_by_what_it_costs_once_all_others_are_mended() -> None:
+    # The planner always fails, and the writer on every fifth task: 20 points of `last`, but no `alone`.
+    outcomes = Outcomes()
+    for arm in arms_of_round(ROLES, ROLES):
+        for task in range(100):
+            writer_is_right = arm.swaps("writer") or task % 5 > 0
+            outcomes.add(arm, str(task), float(arm.swaps("planner") and writer_is_right))
+    writer = role_effects(outcomes, ROLES, 1.0)[1]
+    assert (writer.role, writer.alone.mean) == ("writer", 0.0)
+    assert writer.score.least < LEAST_EFFECT < writer.last.least
+    verdict = decide(outcomes, ROLES, ROLES)
+    assert (verdict.kind, verdict.roles) == ("named", ("planner", "writer"))
 
 
 def test_a_role_that_was_dropped_is_not_named() -> None:
