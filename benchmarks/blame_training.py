@@ -6,9 +6,11 @@
 The model answers for every role. `cotune.blame` swaps each role's answers to a reference that is always right, a
 scripted provider behind a real HTTP server, and says how many points each role costs: its headroom. Then each role is
 trained alone from the same weights, for the same number of tokens, and evaluated on held-out tasks while the untrained
-model plays the other roles. `word_problems` is the example with a planner and a checker. `four_roles` adds a planner of
-second attempts, and a reporter who writes the answer. Results are appended to OUT/results.jsonl and not computed again
-under the same settings; runs are resumed. The last line is JSON.
+model plays the other roles. `word_problems` is the example with a planner and a checker. In `four_roles` a counter, a
+finder and a colourist read an order side by side, and a writer puts their answers on a label.
+
+Results are appended to OUT/results.jsonl and not computed again under the same settings; runs are resumed. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -30,14 +32,13 @@ from rich.console import Console
 from rich.table import Table
 
 import cotune
-from benchmarks.blame_training_apps import APPLICATIONS, Application, right_answer
+from benchmarks.blame_training_apps import APPLICATIONS, Application
 from benchmarks.kept_results import KeptResults
 from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.train import resume, train
 from examples.tool_agent.provider import serving
 from examples.word_problems.demo import CONFIG, pretrained
-from examples.word_problems.tasks import make_tasks
 
 TRAINING = 512
 """Tasks to train on. Those after them are held out for the evaluations, and those after these for the analysis."""
@@ -46,9 +47,8 @@ console = Console(stderr=True)
 
 def headroom(application: Application, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Analyse the untrained application against a reference that is always right: points that each role costs."""
-    tasks = make_tasks(options.analysed, TRAINING + options.tasks)
-    answers = {task["question"]: task["answer"] for task in tasks}
-    with serving(answers=partial(right_answer, answers)) as url:
+    tasks = application.tasks(options.analysed, TRAINING + options.tasks)
+    with serving(answers=application.right_answers(tasks)) as url:
         os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"}
         found = cotune.blame(
             application.workflow,
@@ -74,11 +74,13 @@ def train_alone(application: Application, role: str, out: Path, tokens: int) -> 
     policies.append({"name": "untrained", "roles": others, "kind": "frozen"})
     table = {**tomllib.loads(CONFIG.read_text()), "policy": policies, "model": str(pretrained())}
     table["evaluation"] = {"tasks": "none"}  # the run's own evaluations would take longer than its steps
-    steps, tasks = 1, make_tasks(TRAINING)
+    steps, tasks = 1, application.tasks(TRAINING, 0)
     if not (out / "run.json").is_file():
         train(application.workflow, tasks, {**table, "steps": steps}, out=out, console=console)
     while True:
-        computed = [line["policies"][role].get("computed_tokens", 0) for line in read_metrics(out)]
+        # A step in which all answers to each call earned the same has no update.
+        updates = [line["policies"].get(role, {}) for line in read_metrics(out)]
+        computed = [update.get("computed_tokens", 0) for update in updates]
         missing = tokens - sum(computed)
         if missing <= 0:
             return sum(computed)
@@ -92,7 +94,7 @@ def result(application: Application, folder: Path, options: argparse.Namespace) 
     """The headroom of each role, and what training it alone gains."""
     found = headroom(application, folder / "blame", options)
     console.print(f"{application.name}: {found['points']}")
-    held_out = make_tasks(options.tasks, TRAINING)
+    held_out = application.tasks(options.tasks, TRAINING)
     solved: dict[str, int] = {}
     gains: dict[str, Any] = {}
     for role in application.roles:

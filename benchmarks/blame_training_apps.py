@@ -2,113 +2,228 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from langgraph.graph import END, START, StateGraph
 
 import cotune
 from cotune.types import Call, Candidate
-from examples.word_problems import app
-from examples.word_problems.app import ATTEMPTS, CHECKER, calculator, checker, model, planner
-from examples.word_problems.tasks import Problem
-from examples.word_problems.train import sum_written, verdict_given
+from examples.word_problems.app import CHECKER, model
+from examples.word_problems.tasks import make_tasks
 
-REPLANNER = "The first sum was rejected. Write another sum that answers the question."
-REPORTER = "Repeat the number after Result."
-
-replanner_model = model("replanner", max_tokens=24, stop=["\n", "="])
-reporter_model = model("reporter", max_tokens=6, stop=["\n"])
+Answers = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+"""Returns the answer to the messages of a call."""
 
 
-class State(app.State, total=False):
-    """State of a problem with four roles: also what the reporter wrote."""
-
-    report: str
+# Orders: three roles read an order at the same time, each for one part of its label, and a writer puts them together.
 
 
-async def replanner(state: State) -> dict[str, Any]:
-    """Write another sum after a rejected one."""
-    messages = [{"role": "system", "content": REPLANNER}, *app.PLANNER[1:]]
-    reply = await replanner_model.ainvoke([*messages, {"role": "user", "content": state["question"]}])
-    return {"sum": reply.text.strip(), "attempts": state["attempts"] + 1}
+class Order(TypedDict):
+    """A task: the text of an order, and the label that belongs on it."""
+
+    id: str
+    text: str
+    label: str
 
 
-async def reporter(state: State) -> dict[str, Any]:
-    """Write the answer that was accepted."""
-    messages = [
-        {"role": "system", "content": REPORTER},
-        {"role": "user", "content": f"Sum: {state['sum']}\nResult: {state['value']}"},
-    ]
-    return {"report": (await reporter_model.ainvoke(messages)).text.strip()}
+class Parts(TypedDict, total=False):
+    """State of an order: its text, what three roles read in it, and the label that the writer wrote."""
+
+    text: str
+    number: str
+    thing: str
+    colour: str
+    label: str
 
 
-def after_check(state: State) -> str:
-    """Report an accepted sum, plan a rejected one once more."""
-    if "answer" in state:
-        return "reporter"
-    return END if state["attempts"] >= ATTEMPTS else "replanner"
+FORMS = (
+    "Please send {number} {colour} {thing} to {city}.",
+    "I would like {number} {thing} in {colour} for our shop in {city}.",
+    "Our office in {city} needs {number} {colour} {thing}.",
+    "Can {city} get {number} {thing}? They should be {colour}.",
+)
+THINGS = ("lamps", "cups", "chairs", "books", "shoes", "hats", "plates", "spoons", "desks", "gloves")
+COLOURS = ("red", "blue", "green", "black", "white", "yellow", "purple")
+CITIES = ("Rome", "Paris", "Madrid", "Berlin", "Tokyo", "Cairo", "Lisbon", "Vienna", "Athens", "Dublin")
+EXAMPLES: Sequence[tuple[str, Parts]] = (
+    ("Please send 3 pink bags to Oslo.", {"number": "3", "thing": "bags", "colour": "pink"}),
+    ("I would like 7 tables in grey for our shop in Delhi.", {"number": "7", "thing": "tables", "colour": "grey"}),
+    ("Our office in Lima needs 5 brown coats.", {"number": "5", "thing": "coats", "colour": "brown"}),
+)
+"""The orders in the prompts of the roles, with their parts."""
 
 
-builder = StateGraph(State)
-builder.add_node("planner", planner)
-builder.add_node("calculator", calculator)
-builder.add_node("checker", checker)
-builder.add_node("replanner", replanner)
-builder.add_node("reporter", reporter)
-builder.add_edge(START, "planner")
-builder.add_edge("planner", "calculator").add_edge("replanner", "calculator").add_edge("calculator", "checker")
-builder.add_conditional_edges("checker", after_check, ["reporter", "replanner", END])
-builder.add_edge("reporter", END)
-graph = builder.compile()
+@dataclass(frozen=True)
+class Reader:
+    """A role that reads one part of an order."""
+
+    part: str
+    question: str
+    examples: int
+    """Number of examples in its prompt. With fewer examples the untrained model errs more often."""
+
+
+READERS = {
+    "counter": Reader("number", "How many?", examples=3),
+    "finder": Reader("thing", "Which thing?", examples=2),
+    "colourist": Reader("colour", "Which colour?", examples=3),
+}
+WRITER = "Write the label."
+
+
+def make_orders(count: int, skip: int = 0) -> list[Order]:
+    """`count` orders that differ from each other and from the first `skip`."""
+    chance = random.Random(0)
+    labels: dict[str, str] = {}
+    while len(labels) < skip + count:
+        parts = {
+            "number": str(chance.randint(2, 9)),
+            "thing": chance.choice(THINGS),
+            "colour": chance.choice(COLOURS),
+        }
+        text = chance.choice(FORMS).format(city=chance.choice(CITIES), **parts)
+        labels[text] = label_of(parts)
+    orders: list[Order] = []
+    for number, (text, label) in enumerate(labels.items()):
+        orders.append({"id": f"order-{number}", "text": text, "label": label})
+    return orders[skip:]
+
+
+def label_of(parts: Mapping[str, Any]) -> str:
+    """The label of an order with these parts."""
+    return f"{parts['number']} {parts['colour']} {parts['thing']}"
+
+
+def reader_messages(role: str, text: str) -> list[dict[str, str]]:
+    """The prompt of a reader."""
+    reader = READERS[role]
+    messages = [{"role": "system", "content": reader.question}]
+    for example, parts in EXAMPLES[: reader.examples]:
+        messages.append({"role": "user", "content": example})
+        messages.append({"role": "assistant", "content": str(parts[reader.part])})  # type: ignore[literal-required]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def writer_messages(parts: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The prompt of the writer."""
+    messages = [{"role": "system", "content": WRITER}]
+    for _, example in EXAMPLES[:2]:
+        messages.append({"role": "user", "content": listed(example)})
+        messages.append({"role": "assistant", "content": label_of(example)})
+    return [*messages, {"role": "user", "content": listed(parts)}]
+
+
+def listed(parts: Mapping[str, Any]) -> str:
+    """The parts as the writer sees them."""
+    return f"number: {parts['number']}, thing: {parts['thing']}, colour: {parts['colour']}"
+
+
+def _order_graph() -> Any:
+    """The three readers side by side, then the writer."""
+    builder = StateGraph(Parts)
+    for role, reader in READERS.items():
+        reader_model = model(role, max_tokens=6, stop=["\n"])
+
+        async def read(state: Parts, role: str = role, reader: Reader = reader, chat: Any = reader_model) -> Any:
+            reply = await chat.ainvoke(reader_messages(role, state["text"]))
+            return {reader.part: reply.text.strip()}
+
+        builder.add_node(role, read)
+        builder.add_edge(START, role)
+    writer_model = model("writer", max_tokens=10, stop=["\n"])
+
+    async def write(state: Parts) -> Any:
+        return {"label": (await writer_model.ainvoke(writer_messages(state))).text.strip()}
+
+    builder.add_node("writer", write)
+    builder.add_edge(list(READERS), "writer")
+    builder.add_edge("writer", END)
+    return builder.compile()
+
+
+graph = _order_graph()
 
 
 @cotune.workflow
-async def four_roles(task: Problem) -> bool:
-    """Solve one problem: right is what the reporter writes."""
-    state = await graph.ainvoke({"question": task["question"]})
-    return state.get("report") == task["answer"]
+async def four_roles(task: Order) -> bool:
+    """Write the label of an order."""
+    state = await graph.ainvoke({"text": task["text"]})
+    return bool(state["label"] == task["label"])
 
 
-four_roles.scorer("planner")(sum_written)
-four_roles.scorer("replanner")(sum_written)
-four_roles.scorer("checker")(verdict_given)
+def part_read(candidate: Candidate, call: Call, task: Order) -> dict[str, float]:
+    """Whether a reader read its part of the order."""
+    number, colour, thing = task["label"].split()
+    part = {"counter": number, "colourist": colour, "finder": thing}[call.role]
+    return {"team": float(candidate.text.strip() == part)}
 
 
-@four_roles.scorer("reporter")
-def number_repeated(candidate: Candidate, call: Call, task: Problem) -> dict[str, float]:
-    """Whether the report is the calculated value."""
-    return {"team": float(candidate.text.strip() == call.state["value"])}
+for _role in READERS:
+    four_roles.scorer(_role)(part_read)
+
+
+@four_roles.scorer("writer")
+def label_written(candidate: Candidate, call: Call, task: Order) -> dict[str, float]:
+    """Whether the label has the parts that the writer was given, right or wrong."""
+    return {"team": float(candidate.text.strip() == label_of(call.state))}
+
+
+def right_part(orders: Sequence[Order]) -> Answers:
+    """Answers as the role that the system message belongs to, by the label of each order."""
+    labels = {order["text"]: order["label"] for order in orders}
+    questions = {reader.question: reader.part for reader in READERS.values()}
+
+    def answer(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        instruction, request = messages[0]["content"], messages[-1]["content"]
+        if instruction == WRITER:
+            parts = dict(part.split(": ", 1) for part in request.split(", ", 2))
+            text = label_of(parts)
+        else:
+            number, colour, thing = labels[request].split()
+            text = {"number": number, "colour": colour, "thing": thing}[questions[instruction]]
+        return {"role": "assistant", "content": text}
+
+    return answer
+
+
+# Word problems: the example with a planner and a checker
+
+
+def right_sum(problems: Sequence[Mapping[str, Any]]) -> Answers:
+    """Answers as the role that the system message belongs to, by the right answer of each question."""
+    answers = {problem["question"]: problem["answer"] for problem in problems}
+
+    def answer(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        instruction, request = messages[0]["content"], messages[-1]["content"]
+        if instruction == CHECKER:
+            question, _, rest = request.partition("\nSum: ")
+            text = "yes" if rest.rpartition("Result: ")[2] == answers[question] else "no"
+        else:
+            text = answers[request]  # a number is a sum, too
+        return {"role": "assistant", "content": text}
+
+    return answer
 
 
 @dataclass(frozen=True)
 class Application:
-    """An application and its roles."""
+    """An application, its roles, its tasks, and answers to them that are always right."""
 
     name: str
     workflow: str
     roles: tuple[str, ...]
+    tasks: Callable[[int, int], Sequence[Any]]
+    """Makes this number of tasks, after this number of others."""
+    right_answers: Callable[[Sequence[Any]], Answers]
+    """The answers to the calls that belong to these tasks."""
 
 
 APPLICATIONS = {
-    "word_problems": Application("word_problems", "examples.word_problems.train:solve", ("planner", "checker")),
-    "four_roles": Application(
-        "four_roles",
-        f"{__name__}:four_roles",
-        ("planner", "checker", "replanner", "reporter"),
+    "word_problems": Application(
+        "word_problems", "examples.word_problems.train:solve", ("planner", "checker"), make_tasks, right_sum
     ),
+    "four_roles": Application("four_roles", f"{__name__}:four_roles", (*READERS, "writer"), make_orders, right_part),
 }
-
-
-def right_answer(answers: Mapping[str, str], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Answer as the role that the system message belongs to, by the right answer of each question."""
-    instruction, request = messages[0]["content"], messages[-1]["content"]
-    if instruction == REPORTER:
-        text = request.rpartition("Result: ")[2]
-    elif instruction == CHECKER:
-        question, _, rest = request.partition("\nSum: ")
-        text = "yes" if rest.rpartition("Result: ")[2] == answers[question] else "no"
-    else:
-        text = answers[request]  # a number is a sum, too
-    return {"role": "assistant", "content": text}
