@@ -74,8 +74,9 @@ def with_hints(
     """Build the prompts that the teachers of policies with `teacher_sees` read instead of the policies' prompts.
 
     A candidate is left out, and counted as `no_hint`, if it has no hint, or if the prompt with the hint does not fit
-    into the context of its policy. `context` returns the number of tokens of a policy's context. Its reward
-    still counts for samples of other policies. Raises GroupError for a function that fails.
+    into the context of its policy. If a recipe sums the rewards of later calls, the reward of a candidate that is left
+    out still counts for the calls before it. `context` returns the number of tokens of a policy's context. Raises
+    GroupError for a function that fails.
     """
     teacher_sees: dict[str, str] = {}
     for sample in collected.samples:
@@ -116,7 +117,7 @@ def with_hints(
             without_hint.append(sample)
         else:
             samples.append(sample)
-    others = list(collected.others)
+    others = list(collected.others)  # answers that are not trained on, but whose rewards count for earlier calls
     if recipes.joins_calls:
         others += [sample for sample in without_hint if sample.chosen]
     left_out = dict(Counter(collected.left_out) + Counter(no_hint=len(without_hint)))

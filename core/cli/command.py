@@ -158,7 +158,9 @@ def add_address(command: Any, port: int) -> None:
         help="address to listen on (default: %(default)s); any other than loopback needs a token",
     )
     command.add_argument("--port", type=int, default=port, help="0 takes a free port (default: %(default)s)")
-    command.add_argument("--token", help="bearer token that clients must send (default: COTUNE_TOKEN)")
+    command.add_argument(
+        "--token", help="bearer token that clients must send (default: the environment variable COTUNE_TOKEN)"
+    )
 
 
 def add_records(command: Any, default: str | None = None) -> None:

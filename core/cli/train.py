@@ -35,8 +35,8 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--resume",
         metavar="RUN",
-        help="continue a stopped, killed or finished run under its own configuration; runs the application and the "
-        "functions that the run names. You may change settings that are safe to change (--steps, --tasks-per-step, "
+        help="continue a stopped, killed or finished run under its own configuration. This runs the application and "
+        "the functions that the run names. You may change settings that are safe to change (--steps, --tasks-per-step, "
         "memory, machines, ...); see docs/reference/run-folder.md",
     )
     command.add_argument(

@@ -44,8 +44,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[evaluation] Held-out tasks within the run: single samples, nothing is selected."""
 
     tasks: str = ""
-    """JSON-lines file of held-out tasks | none. Without a value a third of the run's own tasks is held out, 51 at most,
-    if it has 48 or more: these are never trained on."""
+    """JSON-lines file of held-out tasks | none. Without this setting, a run with 48 tasks or more holds out a third of
+    them, 51 at most, and never trains on these."""
     every: int = 10
     """Steps between evaluations; there is one before the first step and one after the last too."""
     keep_best: bool = False

@@ -210,7 +210,7 @@ def _lost_records(run: OpenedRun) -> Iterator[Trouble]:
 def _update_problems(run: OpenedRun) -> Iterator[Trouble]:
     """Training in a higher precision than planned, and roles that take most of a shared policy's gradient."""
     if (precision := run.about.precision) and precision.fell_back:
-        text = f"in float32, as in bfloat16 {precision.noise}"
+        text = f"in float32, because in bfloat16 {precision.noise}"
         if not precision.noise:
             text = f"in float32, as sampler and learner differed in bfloat16 by {precision.gap:.2g} nats a token"
         yield Trouble("precision", text, 1)

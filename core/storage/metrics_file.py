@@ -169,7 +169,7 @@ class _MetricsFile:
                 if line.strip():
                     broken.append(f"line {number}: {fault(error)}")
             else:
-                # Readers find these fields in every line, so they need no checks.
+                # Fill in the fields that older lines lack, so that readers need not look whether they are there.
                 figures = {name: _without_nulls(metrics.get(name, {})) for name in _FIGURES}
                 yield {"rows": 0, **metrics, **figures}
 

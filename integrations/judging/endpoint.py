@@ -124,8 +124,8 @@ class Endpoint:
             ledger.count(self._judge, "over_budget")
             cap = self._max_cost if exceeded_cap == "max_cost" else self._max_calls
             raise JudgeError(
-                f"{self._name} is over its budget: another request would pass {exceeded_cap} = {cap}.",
-                f"Raise {exceeded_cap} of its cotune.Judge, and continue with --resume.",
+                f"{self._name} has used its budget: another request would exceed {exceeded_cap} = {cap}.",
+                f"Raise {exceeded_cap} of this cotune.Judge, and continue with --resume.",
             )
 
     async def _send_request(

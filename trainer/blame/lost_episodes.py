@@ -59,10 +59,14 @@ def _failed_episode(runs: Runs, id: str, span: Span) -> Episode:
     episode = runs.store.episode(runs.store.figures().episode_named(id))
     if is_cut_off(runs.store, episode):
         fault = "did not run to its end, because of a limit or an interruption"
-        raise ConfigError("episodes", id, fault, "Pass: failed. Runs that were cut off are made again.")
+        raise ConfigError(
+            "episodes", id, fault, "Pass `failed` in place of the id: runs that were cut off are made again."
+        )
     if episode.phase != OWN.phase or not has_failed(episode, runs.outcome_of(episode), span):
         fault = "is not a failed run of the application as it is"
-        raise ConfigError("episodes", id, fault, "See them with: cotune show FOLDER. Or pass: failed")
+        raise ConfigError(
+            "episodes", id, fault, "See them with: cotune show FOLDER. Or pass `failed` in place of the id."
+        )
     return episode
 
 

@@ -141,8 +141,8 @@ class OpenReferences:
         return ArmResponder(self, arm)
 
     def prompts(self, arm: Arm) -> Prompts | None:
-        """The prompts of an episode of this arm. Each role has the prompt parts of whoever answers its calls. None if
-        no part is edited."""
+        """The prompts of an episode of this arm, a choice of the roles whose answers are swapped. Each role has the
+        prompt parts of its answerer: the application's own model, or a reference. None if no part is edited."""
         # Several roles may have the same answerer, whose parts are read once.
         answerers = {id(answerer): answerer for answerer in (self.own, *self.references.values())}
         parts = []
@@ -150,7 +150,7 @@ class OpenReferences:
         for answerer in answerers.values():
             if answerer.prompts is None:
                 continue
-            base = base or answerer.prompts
+            base = base or answerer.prompts  # for its other fields; its parts are replaced below
             for part in answerer.prompts.parts:
                 roles = tuple(role for role in part.roles if self.of(role, arm) is answerer)
                 if roles:

@@ -76,6 +76,7 @@ def _decisive_calls(blame: Blame) -> list[RenderableType]:
         table.add_row(*cells([lost.task, lost.episode, call, loss]))
         table.below[row] = [Text(f"said: {lost.answer}", style=QUIET), Text(f"redraw: {lost.redraw}", style=QUIET)]
     lines: list[RenderableType] = [table]
+    # A call was found by drawing its answer again: another answer of the same role wins. So this counts luck.
     if calls_by_role:
         counts = ", ".join(f"{role} {count}" for role, count in calls_by_role.most_common())
         lines += [

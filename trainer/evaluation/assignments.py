@@ -135,7 +135,8 @@ def contest_of_assignments(
 
 
 def with_assignments(report: EvaluationReport, assignments: Mapping[str, Assignment]) -> EvaluationReport:
-    """Return the report with its assignments and the effect of each model in each role."""
+    """Return the report with its assignments and the effect of each model in each role. An assignment says which model
+    answers for each role."""
     comparisons = sum(comparison.label in assignments for comparison in report.comparisons)
     notes = list(report.notes)
     if comparisons > 1:

@@ -46,12 +46,13 @@ def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
     The same tasks and seed give the same split. Raises ConfigError if the file is not a tasks file, or if settings need
     held-out tasks and there are too few tasks.
     """
+    # A run on records has no tasks to hold out, so it can only have a file.
     if config.from_records or config.evaluation.tasks:
         held_out = _load_held_out(config.evaluation)
         return Split(tasks=tasks, held_out=held_out, note=what_tasks_show(len(held_out)) if held_out else "")
     wanted = min(len(tasks) // SHARE, MOST)
     held_out_ids = _choose(tasks, wanted, config) if wanted >= LEAST else set()
-    if len(held_out_ids) < LEAST:
+    if len(held_out_ids) < LEAST:  # too few tasks, or too few that differ
         few = f"no task is held out: {plural(len(tasks), 'task')}, and {SHARE * LEAST} different ones are needed"
         if needing := config.evaluation.needing_tasks:
             raise ConfigError(

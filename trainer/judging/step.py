@@ -18,15 +18,15 @@ from cotune.trainer.run.run import RolloutRun
 def judge_bench(run: RolloutRun, step: int, responder: Responder) -> Bench:
     """The judge of whole episodes for one training step. If the judge is a role, `responder` answers for it.
 
-    The judge is asked once about each task. A judging role that is trained is asked as often as the task has episodes,
-    so that its own answers can be compared.
+    The judge is asked once about each task. A judging role that is trained under an independent plan is asked K times,
+    so that its own answers can be compared. Under a tree plan, one request has K answers.
     """
     flow = run.workflow
     plan = run.plan
     attempts = 1
     judge_is_trained = judging_role(flow) in run.trained_roles(step)
     if judge_is_trained and plan.kind == "independent":
-        attempts = plan.k
+        attempts = plan.k  # as many as a task has episodes
     return Bench(
         workflow=flow,
         store=run.store,

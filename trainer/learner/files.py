@@ -173,7 +173,8 @@ def _read_8bit_state(
 
 
 def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the tensors of the optimizer's state, not copied, by "kind/parameter"."""
+    """Return the tensors of the optimizer's state by "kind/parameter". They are not copied, except for kinds that
+    several parameters share."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         for kind, value in optimizer.state.get(parameter, {}).items():

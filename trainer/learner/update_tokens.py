@@ -98,7 +98,8 @@ class UpdateTokens:
         if self.loss.mask == "none" or old is None or not self.counted.any():
             return
         mismatch = old.cpu() - self.sampler
-        # The loss's mask applies to the tokens that the rows' own masks leave in.
+        # Start from the tokens that the rows' own masks leave in, not from those of an earlier call. The loss's mask
+        # then rejects some of them.
         unmasked = self._unmasked
         self.counted = unmasked.clone()
         self.counted[unmasked] = kept_by_mask(self.loss, mismatch[unmasked], self.row[unmasked])

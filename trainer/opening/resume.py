@@ -83,8 +83,8 @@ def _fixed_parts(policies: Any, done: int) -> list[dict[str, Any]]:
     """Return the parts of [[policy]] tables that may not change: all except the locations of models, and the future
     steps in which they are trained.
 
-    The sampling of evaluations may not change either: the best checkpoint and the gain over the base compare
-    evaluations of the whole run.
+    The settings of evaluations are among the parts that may not change: the best checkpoint and the gain over the base
+    compare evaluations of the whole run. Of a teacher only its presence is fixed, not its location.
     """
     fixed: list[dict[str, Any]] = []
     for policy in policies:

@@ -256,7 +256,8 @@ class Evaluations:
             script = read_script(self.store, parent_result.episode)
         except CotuneError:
             return None  # Its record is not complete, so the candidate runs from the beginning.
-        # With parallel calls, the record would answer some calls of a changed role, which had the old prompt.
+        # With parallel calls, the record may still answer calls of a changed role after the fork. These answers were
+        # given to the old prompt.
         repeated = script.unaffected_calls(fork.id)
         if any(call.id in repeated and call.role in changed_roles for call in script.calls):
             return None

@@ -225,5 +225,5 @@ def orders_of_search(path: str | Path) -> FolderOrders:
 def _read_stored(path: str | Path) -> StoredSearch:
     file = PromptRun(path).described
     if not file.is_file():
-        raise RunError(f"{path} holds no search that could continue.", "Leave out --resume.")
+        raise RunError(f"{path} holds no search that can be continued.", "Leave out --resume.")
     return read_typed(file, StoredSearch, "Begin a new search, with another --out.")

@@ -139,10 +139,11 @@ class PromptProblem:
             return {}
         try:
             new = self._wait_on_loop(self._propose_texts(candidate, parts, [scored.of for scored in graded]))
-        except Exception as error:  # noqa: BLE001 - gepa would hide it, and spend the rest
+        except Exception as error:  # noqa: BLE001 - gepa would hide it, and spend the rest of the budget
             self.ended = error
             return {}
         if new:
+            # The texts from which these prompts were written. Prompts that are proposed twice keep their first parent.
             self._parents.setdefault(_candidate_key({**candidate, **new}), dict(candidate))
         return new
 

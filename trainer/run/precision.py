@@ -159,12 +159,12 @@ async def check_precision(run: RolloutRun) -> str:
         return f"matrix products in bfloat16: {measured}"
 
     assert run.fall_back is not None
-    await run.fall_back(gap, "")
-    note = f"warning: in float32, as in bfloat16 {measured}"
+    await run.fall_back(gap, "")  # no role: the gap is of the whole run
+    note = f"warning: the run computes in float32, because in bfloat16 {measured}"
     if device == "cuda":  # the sampler still computes in bfloat16, so float32 may not be enough
         remaining_gap = await largest_gap(run)
         note += f"; in float32 they differ by {remaining_gap:.2g}"
-        if not remaining_gap <= bound:
+        if not remaining_gap <= bound:  # also if it is NaN
             note += f", which will stop the run. {gap_remedy(run.config)}"
     return note
 
@@ -217,7 +217,7 @@ async def check_bounds_of_losses(run: RolloutRun) -> list[str]:
     remaining_noise = await _noise_of_losses(run)
     if remaining_noise:
         return [f"warning: in float32, too, {remaining_noise}. {advice}"]
-    return [f"warning: in float32, as in bfloat16 {noise}"]
+    return [f"warning: the run computes in float32, because in bfloat16 {noise}"]
 
 
 async def _noise_of_losses(run: RolloutRun) -> str:

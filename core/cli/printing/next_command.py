@@ -76,7 +76,7 @@ def _train(a: argparse.Namespace, status: int) -> list[Words]:
     """Commands after training: resume a run that stopped; look at one that never updated a policy; else evaluate,
     export, view it."""
     summary = getattr(a, "result", None)
-    if summary is None:  # it explained its columns
+    if summary is None:  # nothing was trained: `--explain` described the columns of the progress table
         return []
     path = _relative_path(summary.path)
     if not summary.finished:

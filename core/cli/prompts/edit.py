@@ -67,7 +67,12 @@ def run(a: argparse.Namespace) -> int:
             reason = found_part.why
             break
     if reason:
-        raise ConfigError("--part", part.name, f"cannot be edited: {reason}", "Record more tasks that differ.")
+        raise ConfigError(
+            "--part",
+            part.name,
+            f"cannot be edited: {reason}",
+            "Record tasks that differ more: then cotune sees which texts are constant.",
+        )
 
     # 3. Its new text.
     before = part.now

@@ -51,8 +51,8 @@ def arguments(command: Parser) -> None:
         "--episode-idle",
         type=float,
         metavar="SECONDS",
-        help="end an episode after this time without a call (default with --episode-header: 300); without the two "
-        "flags above, all calls that name no episode belong to one episode until it ends",
+        help="end an episode after this time without a call (default with --episode-header: 300). Without this flag "
+        "and --episode-by and --episode-header, all calls that name no episode belong to one episode",
     )
     add_fields(command, "max_body", "timeout", table=Limits)
     text = "module:function or file.py:function that gets each message before it is stored and returns what to store"

@@ -132,7 +132,8 @@ class MessageStream:
             delta = event["delta"]
             text_field = _FIELD_OF_DELTA.get(delta.get("type"))
             if index not in self._blocks and text_field:
-                # Some servers leave out the event that announces a text, and clients accept that.
+                # Some servers leave out the event that announces a text, and clients accept that. A block of a text has
+                # the name of its text field as its type.
                 self._blocks[index] = {"type": text_field, text_field: ""}
             block = self._blocks[index]
             if delta.get("type") == "input_json_delta":

@@ -266,7 +266,7 @@ def append_text(fields: dict[str, Any], name: str, addition: Any) -> None:
         text = addition
     elif isinstance(addition, str):
         text += addition
-    fields[name] = text
+    fields[name] = text  # before the error, so that the text up to now is kept
     if not isinstance(addition, str):
         raise TypeError(f"{name} is of type {type(addition).__name__}")
 

@@ -27,7 +27,8 @@ def replace_values(raw: bytes, old: Any, new: Any) -> bytes:
     for path, start, end in _value_spans(raw):
         if path in changes:
             spans.append((start, end, path))
-    # A key that stands twice in an object, for example, makes a path ambiguous: then all of it is written again.
+    # `_value_spans` leaves out values whose path is ambiguous, for example below a key that stands twice in an object.
+    # If such a value has changed, the whole text is written again.
     if {path for _, _, path in spans} != changes.keys():
         return msgspec.json.encode(new)
 

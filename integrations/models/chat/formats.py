@@ -37,7 +37,8 @@ def load_templates(
 
 
 def load_formats(bases: Mapping[str, Sequence[str]], tools: str | Mapping[str, str] = AUTO) -> ChatFormats:
-    """The chat format of each policy, by `load_templates`."""
+    """The chat format of each policy. `bases` has the policies of each base model; the first base is the run's own, and
+    its format is used for all policies that are not named. For `tools` see `load_templates`."""
     templates = load_templates(bases, tools)
     run_base, *other_bases = bases
     template_of_policy: dict[str, ChatTemplate] = {}

@@ -185,7 +185,8 @@ class _RefusalSearch:
         return f"{place}: {reason}"
 
     def _innermost_refused(self, root: Mapping[str, Any], reason: str) -> tuple[list[str], Mapping[str, Any], str]:
-        """The innermost part that is refused by itself: its path, the part, and the reason.
+        """The innermost part that is refused by itself: its path, the part, and the reason. A part may be a definition
+        to which the schema refers. Its path then ends at the part with the reference.
 
         `reason` is the reason why the whole schema is refused.
         """
@@ -298,7 +299,7 @@ def _allowed_tokens_rule(body: Mapping[str, Any], syntax: Syntax) -> str:
     allowed = token_ids("allowed_token_ids", body["allowed_token_ids"])
     if syntax.vocabulary is not None and max(allowed) >= syntax.vocabulary:
         raise RequestRefused(
-            f"allowed_token_ids names the token {max(allowed)}; the model has 0 to {syntax.vocabulary - 1}.",
+            f"allowed_token_ids names the token {max(allowed)}; the model has the tokens 0 to {syntax.vocabulary - 1}.",
             "Name tokens of the model that answers, by their ids.",
         )
     return f"start: <[{','.join(map(str, sorted(set(allowed))))}]>*"

@@ -64,8 +64,9 @@ class PathTexts:
         return text
 
     def _decode_after(self, base: bytes, path: bytes) -> str:
-        """The text of a path, from the text of its beginning `base` if this is cached."""
-        # Decode the new ids together with the last ids of the base, and remove the text of the latter again.
+        """The text of a path of packed token ids, from the text of its beginning `base` if this is cached."""
+        # Decode the new ids together with the last ids of the base, and remove the text of the latter again. The last
+        # ids may have another text when ids follow, such as a character in several tokens: then all ids are decoded.
         if base and (base_text := self._texts.get(base)) is not None:
             tail = base[-_TAIL_TOKENS * _ID_BYTES :]
             before = self.decode(unpack_ids(tail))

@@ -94,9 +94,10 @@ def attend(
 ) -> Tensor:
     """Attention softmax(scaling * query key^T + mask) value, for one new token per row.
 
-    The heads of the query are in groups, which read the keys of one head each: `query` is [rows, groups, queries,
-    width], `key` and `value` are [rows, groups, columns, width]. The additive mask is [rows x groups, queries,
-    columns]. Returns [rows, groups, queries, width of the values].
+    With grouped-query attention, several heads of the query read the same head of keys and values: they are a group,
+    and "queries" are the heads in a group. `query` is [rows, groups, queries, width], `key` and `value` are [rows,
+    groups, columns, width]. The additive mask is [rows x groups, queries, columns]. Returns [rows, groups, queries,
+    width of the values].
     """
     shape = query.shape[:3]
     if shared_columns is not None:
@@ -107,7 +108,8 @@ def attend(
 
 
 def _attend_shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, shared_columns: SharedColumns) -> Tensor:
-    """Attention for neighbouring rows [low, high) that share the keys and values of their first columns.
+    """Attention if neighbouring rows share the keys and values of their first columns. `shared_columns.groups` are
+    ranges [low, high) of rows, which together are all rows.
 
     The shared part is one product for each of these ranges instead of one for each row. Shapes are as in `attend`, but
     the mask is [rows, groups, queries, columns], and `query` is scaled already.

@@ -234,7 +234,7 @@ class DecodingEngine:
             batch.grammars.start(params.grammar)
         if unknown := [token for token, _ in params.logit_bias if not 0 <= token < batch.vocabulary]:
             raise SamplerError(
-                f"logit_bias names the token {unknown[0]}; the model has 0 to {batch.vocabulary - 1}.",
+                f"logit_bias names the token {unknown[0]}; the model has the tokens 0 to {batch.vocabulary - 1}.",
                 "Name tokens of the model that answers, by their ids.",
             )
         if params.images:

@@ -253,8 +253,8 @@ def test_the_cost_cap_stops_before_it_is_passed(server: Provider, tmp_path: Path
     found = asyncio.run(main())
     refused = [error for error in found if isinstance(error, JudgeError)]
     assert {str(error) for error in refused} == {
-        "The judge strict is over its budget: another request would pass max_cost = 6.0. "
-        "Raise max_cost of its cotune.Judge, and continue with --resume."
+        "The judge strict has used its budget: another request would exceed max_cost = 6.0. "
+        "Raise max_cost of this cotune.Judge, and continue with --resume."
     }
     spent = totals(tmp_path)
     assert len(server.requests) == spent["requests"] == 24 - len(refused)
@@ -270,7 +270,7 @@ def test_the_cap_of_calls_counts_every_request(server: Provider) -> None:
     made = judge(server, max_calls=3)
     with pytest.raises(JudgeError, match="asked twice"):
         ask(made, group(1))
-    with pytest.raises(JudgeError, match=r"another request would pass max_calls = 3"):
+    with pytest.raises(JudgeError, match=r"another request would exceed max_calls = 3"):
         ask(made, group(2))
     assert len(server.requests) == 3
 

@@ -114,7 +114,7 @@ def test_a_judge_that_never_answers_well_stops_the_run_before_it_begins(server: 
 
 
 def test_a_judge_over_its_budget_stops_the_run_and_a_larger_one_goes_on(server: Provider, trainer: Trainer) -> None:
-    with pytest.raises(GroupError, match="over its budget: another request would pass max_calls = 4"):
+    with pytest.raises(GroupError, match="used its budget: another request would exceed max_calls = 4"):
         trainer(judged(server, max_calls=4), steps=3)
     assert len(server.requests) == 4
     summary = trainer.resume(judged(server, max_calls=40))

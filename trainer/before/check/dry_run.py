@@ -397,11 +397,13 @@ async def answers_of_runs(
 async def calls_of_judge(
     flow: Workflow, ran: Sequence[TaskRuns], store: Store, responder: CheckResponder
 ) -> list[CallRecord]:
-    """The calls of a judge that is a role of the run."""
+    """Ask a judge that is a role of the run about an episode that ended, and return its calls; empty for any other
+    judge."""
     episodes = [task.shown.outcome.episode for task in ran if task.shown.ended]
     if not episodes or flow.episode_judge is None or not judging_role(flow):
         return []
     bench = Bench(workflow=flow, store=store, responder=responder, offline=True)
+    # A judge may compare episodes of a task, so it gets two. The same one twice will do: only its calls matter here.
     await bench.ask(flow.episode_judge, [finished(store, episodes[0])] * 2, episodes[0].task)
     return [call for episode in bench.episodes for call in store.calls(episode.id)]
 

@@ -280,8 +280,11 @@ def _update_seconds(config: TrainConfig, size: ModelSize, load: Workload, checkp
     if checkpointed:
         forward *= 2  # layers are computed again in the backward pass
     input_gradients = layers + 2 * attention
-    weight_gradients = 6.0 * size.adapter if size.adapter else layers
-    per_token = forward + input_gradients + weight_gradients
+    trained_weights = layers
+    if size.adapter:
+        # The adapter is added to frozen layers: its forward pass, and both of its gradients.
+        trained_weights = 6.0 * size.adapter
+    per_token = forward + input_gradients + trained_weights
 
     # Logits are computed for answers only, and again for the gradient of the output embedding.
     per_answer_token = (4.0 if size.adapter else 8.0) * size.head

@@ -151,7 +151,7 @@ def test_a_stop_token_is_no_part_of_the_reply(tmp_path: Path, chat: ChatTemplate
         ({"bad_words": ["a"], "tools": [WEATHER]}, "together with tools"),
         ({"min_tokens": 9, "max_tokens": 5}, "from 0 to max_tokens"),
         ({"min_tokens": "x"}, "which is not an integer"),
-        ({"allowed_token_ids": [10**6]}, "the model has 0 to"),
+        ({"allowed_token_ids": [10**6]}, "the model has the tokens 0 to"),
         ({"allowed_token_ids": ["a"]}, "a list of token ids"),
         ({"stop_token_ids": [-1]}, "a list of token ids"),
         ({"bad_words": [1]}, "nor a list of texts"),
