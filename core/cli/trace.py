@@ -91,15 +91,21 @@ def trace(
     store = _open_folder(Path(out).absolute(), workflow, options)
     live = LiveExport(store, exporter) if exporter else None
     prompt_use = PromptUse(live or store)
+    ended: list[Episode] = []
     try:
         with episode_bar(console, len(task_list)) as advance:
+
+            def count(episode: Episode) -> None:
+                ended.append(episode)
+                advance()
+
             batch = EpisodeBatch(
                 tasks=task_list,
                 sink=prompt_use,
                 phase="trace",
                 concurrency=options.concurrency,
                 timeout=options.timeout,
-                on_episode=advance,
+                on_episode=count,
                 record_tools=options.record is not None,
                 freeze=options.record == "frozen",
             )
@@ -108,6 +114,10 @@ def trace(
         lost = store.health.lost
         # If records were lost, the share of solved episodes among the others would mislead.
         solved = [] if lost else store.figures().success_counts(episode.id for episode in episodes)
+    except KeyboardInterrupt:
+        number = f"{len(ended)} of {plural(len(task_list), 'episode')}"
+        print_line(console, f"{number} had ended and are recorded in {out}. See them with: cotune show {out}")
+        raise
     finally:
         if live is not None:
             live.close()
