@@ -26,6 +26,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import cotune
+
 aten = torch.ops.aten
 CUDA, META = 1, 14
 """Of c10::DeviceType."""
@@ -36,6 +38,9 @@ class Stream(torch.cpu.Stream):  # type: ignore[misc]
 
     def synchronize(self) -> None:
         pass
+
+
+PACKAGE = f"{Path(cotune.__file__).parent}/"
 
 
 class HostWaits(TorchDispatchMode):  # type: ignore[misc]
@@ -95,9 +100,9 @@ class HostWaits(TorchDispatchMode):  # type: ignore[misc]
     def _note(self, func: Any, kind: str) -> None:
         """Keep the name of an operator with the line of cotune that has called it."""
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and "/cotune/" not in frame.f_code.co_filename:
+        while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
-        line = "" if frame is None else f"{frame.f_code.co_filename.rpartition('/cotune/')[2]}:{frame.f_lineno}"
+        line = "" if frame is None else f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
         self.names.append(f"{func} {kind} {line}")
 
 
