@@ -124,7 +124,7 @@ def maker(config: Any, build: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def main(rank: int | None) -> None:
+def main(case: str, rank: int | None) -> None:
     root = Path(tempfile.mkdtemp())
     allow_backward(root)
     # Numbers decide these, and there are none. Each has tests of its own.
@@ -140,30 +140,29 @@ def main(rank: int | None) -> None:
     build_seeing(seeing, "llava")
     if rank is not None:
         without_other_ranks(rank)
-    for case in CASES:
-        load._load = maker(texts, Qwen3ForCausalLM._from_config)
-        rows = text_rows()
-        if case == "images":
-            load._load = maker(AutoConfig.from_pretrained(seeing), AutoModelForImageTextToText.from_config)
-            rows = image_rows(seeing)
-        whole, folder = root / f"{case}.whole", root / case
-        whole.mkdir()
-        folder.mkdir()
-        with fake_gpu() as waits:
-            learner = open_learner(case, rank)
-            check_learner(learner, rows, waits, folder)
-            if rank is not None:
-                # A rank's own part is no checkpoint without the parts of the others.
-                local = open_learner(case, None)
-                for name in local._policies:
-                    local.update(name, rows)
-                local.save_policies(whole)
-                folder = whole
-            learner.load_policies(folder)
-            check_tensors(learner)
-            learner.update(next(iter(learner._policies)), rows)
-        sys.stdout.write(f"{case}\n")
+    load._load = maker(texts, Qwen3ForCausalLM._from_config)
+    rows = text_rows()
+    if case == "images":
+        load._load = maker(AutoConfig.from_pretrained(seeing), AutoModelForImageTextToText.from_config)
+        rows = image_rows(seeing)
+    whole, folder = root / f"{case}.whole", root / case
+    whole.mkdir()
+    folder.mkdir()
+    with fake_gpu() as waits:
+        learner = open_learner(case, rank)
+        check_learner(learner, rows, waits, folder)
+        if rank is not None:
+            # A rank's own part is no checkpoint without the parts of the others.
+            local = open_learner(case, None)
+            for name in local._policies:
+                local.update(name, rows)
+            local.save_policies(whole)
+            folder = whole
+        learner.load_policies(folder)
+        check_tensors(learner)
+        learner.update(next(iter(learner._policies)), rows)
+    sys.stdout.write(f"{case}\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if sys.argv[1:] else None)
+    main(sys.argv[1], int(sys.argv[2]) if sys.argv[2:] else None)
