@@ -7,7 +7,7 @@ of its last training step, or else the latest recorded ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Literal
 
@@ -18,13 +18,13 @@ from cotune.reading.evaluations import EvaluatedMode, StoredEvaluation, TaskEndi
 from cotune.reading.exchange import Exchange, exchanges
 from cotune.reading.headline import Headline, compared_modes
 from cotune.reading.prompt_search import HELD_OUT_PHASE, PHASES, best_prompts
+from cotune.reading.recorded_answers import OutcomeValues
 from cotune.reading.run import OpenedRun
 from cotune.reading.task_sets import evaluated_set
 from cotune.records.structs import JUDGING, REFLECTING
 from cotune.storage.episode_filters import EpisodeFilters
-from cotune.storage.outcomes import OnFailure, failure_reward
+from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
-from cotune.storage.sql.figures import EpisodeLine
 from cotune.tables import first_line
 
 MOST_EPISODES = 2000
@@ -156,15 +156,15 @@ def _latest_episodes(run: OpenedRun, filters: EpisodeFilters) -> list[EndedEpiso
     store = run.store
     lines = store.figures().episode_lines(filters, MOST_EPISODES)
     rewards = store.rewards([line.id for line in lines])
-    reward_of_failure = _reward_of_failure(lines, rewards, failure_reward(run.config.on_failure))
+    values = OutcomeValues(failure_reward(run.config.on_failure))
+    values.add(lines, rewards)
+    value_of_episode = values.by_episode()
     ended: list[EndedEpisode] = []
     for line in lines:
         if line.status == "cancelled" or line.phase in NO_TASKS:
             continue
         components = rewards.get(line.id)
-        reward = sum(components.values()) if components else None
-        if reward is None and line.status == "error" and line.blame != "infrastructure":
-            reward = reward_of_failure
+        reward = sum(components.values()) if components else value_of_episode.get(line.id)
         ended.append(
             EndedEpisode(
                 id=str(line.id),
@@ -175,19 +175,6 @@ def _latest_episodes(run: OpenedRun, filters: EpisodeFilters) -> list[EndedEpiso
             )
         )
     return ended
-
-
-def _reward_of_failure(
-    lines: Sequence[EpisodeLine], rewards: Mapping[str, Mapping[str, float]], on_failure: OnFailure
-) -> float | None:
-    """The reward of a failed episode without rewards of its own: `on_failure`, or the lowest reward of the episodes
-    that ended well, and at most 0. None if failed episodes have no reward."""
-    if on_failure == "exclude":
-        return None
-    if on_failure != "lowest":
-        return on_failure
-    sums = [sum(rewards[line.id].values()) for line in lines if line.status == "ok" and line.id in rewards]
-    return min([0.0, *sums])
 
 
 def _worst_tasks(ended: Sequence[EndedEpisode], most: int, source: str, place: str) -> FailedTasks | None:

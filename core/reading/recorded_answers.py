@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from cotune.algorithms.collect import failure_of
 from cotune.algorithms.tree_values import tree_values
 from cotune.errors import RecordError
 from cotune.json_values import json_or_none
@@ -15,6 +14,7 @@ from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Candidate, Episode, Fork
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
+from cotune.storage.sql.figures import EpisodeLine
 
 _PAGE = 500
 """Number of episodes whose rewards are read by one query."""
@@ -125,35 +125,52 @@ def _has_text(content: Any) -> bool:
 
 
 def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, float]:
-    """The value of each episode with a known outcome, by id: the sum of its rewards.
+    """The value of each episode of a store with a known outcome, by id (`OutcomeValues`)."""
+    values = OutcomeValues(on_failure)
+    episodes = iter(store.episodes())
+    # Rewards are read for a page of episodes at once: a query for each episode would be slow.
+    while page := list(islice(episodes, _PAGE)):
+        values.add(page, store.rewards(episode.id for episode in page))
+    return values.by_episode()
+
+
+class OutcomeValues:
+    """Collects the values of episodes with a known outcome: the sum of an episode's rewards.
 
     An episode without rewards that the policy failed gets the value of `on_failure`: a number, or `lowest`, the lowest
     value of the finished episodes of its phase, but at most 0. With `exclude`, failed episodes are left out.
     """
-    values: dict[str, float] = {}
-    lowest_of_phase: dict[str, float] = defaultdict(float)
-    failures: list[tuple[str, str, float | Literal["lowest"]]] = []
-    with_outcome = (
-        episode
-        for episode in store.episodes()
-        if episode.is_outcome and (episode.status == "ok" or on_failure != "exclude")
-    )
-    # Rewards are read for a page of episodes at once: a query for each episode would be slow.
-    while page := list(islice(with_outcome, _PAGE)):
-        rewards = store.rewards(episode.id for episode in page)
-        for episode in page:
+
+    def __init__(self, on_failure: OnFailure) -> None:
+        self._on_failure = on_failure
+        self._values: dict[str, float] = {}
+        self._lowest_of_phase: dict[str, float] = defaultdict(float)
+        self._phase_of_failure: dict[str, str] = {}
+        """The phase of each failed episode without rewards."""
+
+    def add(self, episodes: Iterable[Episode | EpisodeLine], rewards: Mapping[str, Mapping[str, float]]) -> None:
+        """Add episodes. `rewards` has their rewards, by episode."""
+        for episode in episodes:
+            has_failed = episode.status != "ok"
+            if not episode.is_outcome or (has_failed and self._on_failure == "exclude"):
+                continue
             if components := rewards.get(episode.id):
-                values[episode.id] = sum(components.values())
-                if episode.status == "ok":
-                    lowest_of_phase[episode.phase] = min(lowest_of_phase[episode.phase], values[episode.id])
-            else:
-                failure = failure_of(episode, on_failure)
-                if failure is not None:
-                    failures.append((episode.id, episode.phase, failure))
-    # Only now is the lowest value of each phase known.
-    for id, phase, failure in failures:
-        values[id] = lowest_of_phase[phase] if failure == "lowest" else failure
-    return values
+                value = sum(components.values())
+                self._values[episode.id] = value
+                if not has_failed:
+                    self._lowest_of_phase[episode.phase] = min(self._lowest_of_phase[episode.phase], value)
+            elif has_failed:
+                self._phase_of_failure[episode.id] = episode.phase
+
+    def by_episode(self) -> dict[str, float]:
+        """The value of each episode, by id. Only after the last episode is the lowest value of a phase known."""
+        values = dict(self._values)
+        for id, phase in self._phase_of_failure.items():
+            if self._on_failure == "lowest":
+                values[id] = self._lowest_of_phase[phase]
+            elif self._on_failure != "exclude":
+                values[id] = self._on_failure
+        return values
 
 
 def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from cotune.records.structs import JUDGING, REFLECTING, CallRecord, Task
 from cotune.storage.episode_filters import COUNTED, ORDERS, CallFilters, EpisodeFilters
 from cotune.storage.outcomes import (
     ALL_OWN,
+    IS_OUTCOME,
     LOWEST_SUM,
     REPORTED,
     REWARD_SUM,
@@ -150,8 +151,8 @@ class EpisodeLine(NamedTuple):
     error: str | None
     solved: int | None
     """Whether the episode reports that it solved its task; None if it does not report this."""
-    blame: str | None
-    """Of a failed episode: whether the `policy` or the `infrastructure` failed it."""
+    is_outcome: bool
+    """Whether its end depends on its policies (`Episode.is_outcome`)."""
 
 
 class CallLine(NamedTuple):
@@ -471,7 +472,7 @@ class Figures:
         where, parameters = filters.where()
         _, order_in_sql = ORDERS[order]
         rows = self.rows(
-            f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}, blame
+            f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}, {IS_OUTCOME}
             FROM episodes {where} ORDER BY {order_in_sql} LIMIT ? OFFSET ?""",
             (*parameters, limit, start),
         )
