@@ -1,4 +1,5 @@
-"""Tells models that see images from models of text alone, and finds their class and their language model."""
+"""Facts of a model by its configuration: whether it sees images, its class and language model, and the size of its
+cache."""
 
 from __future__ import annotations
 
@@ -21,6 +22,17 @@ def auto_class(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def cached_numbers(text_config: Any) -> int:
+    """Numbers (keys and values) that one token has in the cache, in all layers together."""
+    key_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    return int(2 * text_config.num_hidden_layers * key_heads * head_width(text_config))
+
+
+def head_width(text_config: Any) -> int:
+    """The width of one attention head."""
+    return int(getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads)
 
 
 def language_prefix(network: Any) -> str:

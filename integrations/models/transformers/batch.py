@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.device_copies import to_device
 from cotune.integrations.models.folder.folder import count_token_ids
+from cotune.integrations.models.folder.kinds import cached_numbers
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.integrations.models.transformers.attention import (
     SharedColumns,
@@ -67,13 +68,6 @@ class _PrefillPass(NamedTuple):
     """A number to add to later positions, [members]; None for models whose positions count tokens."""
 
 
-def _bytes_per_token(config: Any, element_bytes: int) -> int:
-    """The bytes of one token's keys and values in all layers, for a model with this configuration."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_width * element_bytes
-
-
 def _all_layers_see_all_tokens(model: Any, config: Any) -> bool:
     """Whether every layer attends to all tokens of a row, and the model accepts one mask for all layers."""
     layer_kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -111,7 +105,7 @@ class Batch:
         parameter = next(model.parameters())
         self.device = parameter.device
         self.cache = RowCache(config.num_hidden_layers, parameter.dtype, parameter.device)
-        self._token_bytes = _bytes_per_token(config, parameter.element_size())
+        self._token_bytes = cached_numbers(config) * parameter.element_size()
 
         # The model library decodes every model. `DecodeStep` is faster, for models of the usual form.
         self._one_mask = _all_layers_see_all_tokens(model, config)

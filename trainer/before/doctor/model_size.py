@@ -97,7 +97,7 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool = Fa
     layer and its adapters in one step, as a learner of one process does (`products.open_joined`). `device` is "cpu" or
     "cuda". On a CPU a joined learner rounds only products to `dtype`.
     """
-    from cotune.integrations.models.folder.kinds import sees_images
+    from cotune.integrations.models.folder.kinds import cached_numbers, head_width, sees_images
 
     joins_adapter = joined and lora is not None
     empty = empty_policy(config, lora, dtype, joined=joins_adapter, device=device)
@@ -112,11 +112,11 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool = Fa
         adapter=empty.adapter,
         vocabulary=text.vocab_size,
         layers=text.num_hidden_layers,
-        cache_values=_cache_values(text),
+        cache_values=cached_numbers(text),
         token_bytes=plain.token,
         pass_bytes=max(plain.fixed, 0.0),
         checkpointed_bytes=checkpointed.token,
-        attention_width=text.num_hidden_layers * text.num_attention_heads * _head_width(text),
+        attention_width=text.num_hidden_layers * text.num_attention_heads * head_width(text),
         shares_prompts=empty.policy.logprob_model.shares,
         sees_images=sees_images(config),
         image_factor=_image_factor(config.vision_config) if sees_images(config) else 0.0,
@@ -300,17 +300,6 @@ def empty_policy(
 
 def _count_trained(module: Any) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-
-def _cache_values(text: Any) -> int:
-    """Numbers (keys and values) that one token has in the cache, in all layers together."""
-    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return int(2 * text.num_hidden_layers * key_heads * _head_width(text))
-
-
-def _head_width(text: Any) -> int:
-    """The width of one attention head."""
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def _image_factor(vision_config: Any) -> float:

@@ -17,9 +17,9 @@ from cotune.trainer.before.doctor.model_size import ModelSize, measure_folder
 
 PACKAGES = ("torch", "transformers", "peft")
 """Libraries whose versions decide the sizes of a pass."""
-TRAINER = Path(__file__).parents[2]
-SOURCES = ("learner", "before/doctor")
-"""Folders of the trainer with the code of passes and of the measurement."""
+PACKAGE = Path(__file__).parents[3]
+SOURCES = ("trainer/learner", "trainer/before/doctor", "integrations/models/folder")
+"""Folders with the code of passes, of the measurement and of the sizes that follow from a configuration."""
 
 
 def known_size(
@@ -73,6 +73,6 @@ def _versions() -> list[str]:
             versions.append("")
     digest = hashlib.sha256()
     for name in SOURCES:
-        for file in sorted((TRAINER / name).rglob("*.py")):
+        for file in sorted((PACKAGE / name).rglob("*.py")):
             digest.update(file.read_bytes())
     return [*versions, digest.hexdigest()]
