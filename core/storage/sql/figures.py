@@ -151,7 +151,7 @@ class EpisodeLine(NamedTuple):
     error: str | None
     solved: int | None
     """Whether the episode reports that it solved its task; None if it does not report this."""
-    is_outcome: bool
+    is_outcome: int
     """Whether its end depends on its policies (`Episode.is_outcome`)."""
 
 
@@ -472,7 +472,8 @@ class Figures:
         where, parameters = filters.where()
         _, order_in_sql = ORDERS[order]
         rows = self.rows(
-            f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}, {IS_OUTCOME}
+            f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED},
+                CASE WHEN {IS_OUTCOME} THEN 1 ELSE 0 END
             FROM episodes {where} ORDER BY {order_in_sql} LIMIT ? OFFSET ?""",
             (*parameters, limit, start),
         )

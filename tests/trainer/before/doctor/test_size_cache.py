@@ -77,7 +77,7 @@ def test_other_code_or_libraries_measure_again(
 ) -> None:
     folder = model(tmp_path / "model")
     known_size(folder, LORA, "float32")
-    monkeypatch.setattr(size_cache, "SOURCES", ("learner",))
+    monkeypatch.setattr(size_cache, "SOURCES", ("trainer/learner",))
     known_size(folder, LORA, "float32")
     monkeypatch.setattr(size_cache, "version", lambda package: "0.0.1")
     known_size(folder, LORA, "float32")
