@@ -289,7 +289,7 @@ def serve(
         for note in endpoint.names.notes():
             say(f"  {note}")
         say("Ctrl-C stops it.")
-        # Names that several roles ask for are refused, so an application with such names does not run unchanged.
+        # Names that several roles ask for are refused, so an application with these names does not run unchanged.
         if not endpoint.names.ambiguous:
             suggest(f"OPENAI_BASE_URL={endpoint.url} python my_app.py")
         endpoint.wait()

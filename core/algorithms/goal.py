@@ -49,7 +49,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         return self.method.attribution
 
     def of_role(self, role: str) -> Goal:
-        """The goal by which one role is judged.
+        """The goal for one role.
 
         A role whose policy learns from a teacher has no rewards: it is judged by the rewards of the other roles, which
         is this whole goal.

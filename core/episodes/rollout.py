@@ -144,7 +144,7 @@ def _checked_function(fn: Callable[[Any], Any], responder: ReplayResponder, repl
     """A wrapper of `fn`, the workflow's function, for an episode that repeats a recorded one.
 
     It gives the episode the recorded tool results, clock, uuid and random values up to the fork, runs `fn`, and then
-    fails the episode if the application made other calls than the record. The responder refuses such a call, but the
+    fails the episode if the application made other calls than the record. The responder refuses this call, but the
     application may swallow this error.
     """
 

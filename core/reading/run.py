@@ -77,7 +77,7 @@ class OpenedRun:
         self._parts: dict[str, OpenedRun] = {}
         """The opened records of evaluations, by their folder in the run (`part`)."""
         self._folder_fd: int | None = None
-        """The open folder. While it is open, no other folder gets its inode number, by which `gone` recognises it."""
+        """The open folder. While it is open, no other folder gets its inode number: `gone` compares it."""
         if self.folder is not None:
             self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             self._close_folder = weakref.finalize(self, os.close, self._folder_fd)

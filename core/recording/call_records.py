@@ -359,7 +359,7 @@ class CallRecords:
         new_bodies = stored[len(known_addresses) :]
         new_addresses = self._body_addresses(records, list(map(canonical, new_bodies)), new_bodies)
         for message, new_address in zip(new_messages, new_addresses, strict=True):
-            # Later calls reuse the address for a message that is equal by `==`. That is right only if such a message
+            # Later calls reuse the address for a message that is equal by `==`. That is right only if this message
             # also has the same JSON.
             if _is_exact_json(message.message):
                 message.address = new_address

@@ -221,7 +221,7 @@ class Redaction:
     ) -> Answer:
         """The answer to store, for a prompt that is stored as `messages`.
 
-        `grammar_source_changed` is whether redactors changed the tools or the parameters, from which the grammar of the
+        `grammar_source_changed` is whether redactors changed the tools or the parameters that give the grammar of the
         answer was made. Then the grammar is withheld, and the token ids too, because they cannot be trained on without
         it. With `keep_token_ids`, both are kept. Ids of images that are no longer in the stored messages are withheld.
         """

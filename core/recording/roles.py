@@ -171,8 +171,8 @@ def warn_of_shared(
     """Warn if the call of an agent without a name has the same role as another agent without a name. They would be
     trained as one.
 
-    `caller` makes the call. `first_agents` holds the first such agent of each role in the episode, with the line of the
-    application that runs it. The agent of `caller` is added.
+    `caller` makes the call. `first_agents` holds the first of these agents of each role in the episode, with the line
+    of the application that runs it. The agent of `caller` is added.
     """
     if caller.nameless is None:  # the agent has a name
         return

@@ -94,7 +94,7 @@ def record_results(
 
 
 def framework_tool(*ignored_arguments: str) -> Callable[[Any], Any]:
-    """A decorator for the method with which a framework runs a tool. It records the results of the tool, and in a
+    """A decorator for the method that runs a tool of a framework. It records the results of the tool, and in a
     replay returns them again, in episodes that record the tools of frameworks.
 
     A replay finds a result by the tool and its arguments, except those named in `ignored_arguments`.

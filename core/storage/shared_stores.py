@@ -123,7 +123,7 @@ def release_store(address: str) -> None:
             store.close()
             return
 
-        # The paused store is the last one in the dictionary, in which unused stores are in the order of their last use.
+        # The paused store is the last one in the dictionary, where unused stores are in the order of their last use.
         shared.unused_since = time.monotonic()
         _stores.by_address[address] = shared
         unused_addresses = [name for name, other in _stores.by_address.items() if not other.users]

@@ -73,7 +73,7 @@ class Client:
     """An awaitable of the responder's answer, if the application can cancel it by an option of the method."""
 
     def _edit_arguments(self, call: LiveCall, args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
-        """The arguments with which to call the client, so that it sends the edited prompts of the call.
+        """The arguments for the call of the client, so that it sends the edited prompts of the call.
 
         Returns the application's arguments if there are no edits, or if the client would not send them.
         """

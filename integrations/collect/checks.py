@@ -124,7 +124,7 @@ def select_valid(
 def _record_fault(record: Record, app: str, path_digests: dict[str, Digest], stored_path: StoredPath) -> str:
     """The reason to refuse a record, whatever else is in its batch; empty if it is accepted.
 
-    `path_digests` and `stored_path` have the token paths to which segments of tokens may refer, see `_segment_fault`.
+    `path_digests` and `stored_path` have the token paths that segments of tokens may refer to, see `_segment_fault`.
     """
     match record:
         case Message():

@@ -127,7 +127,7 @@ class Spool:
     def acknowledge(self) -> None:
         """Remove all frames that were taken, because the collector has them now."""
         with self._guard:
-            # 1. Files of which all frames were taken.
+            # 1. Files whose frames were all taken.
             while self._segments and self._segments[0].taken >= self._segments[0].size:
                 segment = self._segments[0]
                 assert segment.path is not None
@@ -140,7 +140,7 @@ class Spool:
                 self._segments.popleft()
                 with contextlib.suppress(OSError):
                     segment.path.unlink()
-            # 2. A file of which only a part was taken keeps all its frames, and remembers the acknowledged part.
+            # 2. A file that was taken in part keeps all its frames, and remembers the acknowledged part.
             for segment in self._segments:
                 segment.acknowledged = segment.taken
 

@@ -474,7 +474,7 @@ class Analysis:
         """The row of one role in the result: its `effect` on the outcome, and the changes of time and (if `priced`)
         money when its reference answers in its place."""
         role = effect.role
-        # The arm in which this role alone is changed: left out with `--without`, else answered by its reference.
+        # The arm that changes this role alone: it is left out with `--without`, else answered by its reference.
         arm = Arm("only", role) if self.options.without else only(role, self.roles)
         task_ids = set(self._task_ids)
         comparable = [run for run in self.runs.finished.values() if run.task in task_ids and not run.left_out]

@@ -170,7 +170,7 @@ class GradientChecks:
             metrics["lost_share"] = lost_entries / entries
             if self._dtype == "bfloat16":
                 metrics["lost_share_bfloat16"] = lost_in_bfloat16 / entries
-        # The size of a lost step is returned only in the first update in which its tensor has lost one.
+        # The size of a lost step is returned only in the first update that loses one in its tensor.
         for name, half_units in self._new_metrics.items():
             if name not in self._reported:
                 metrics[name] = half_units

@@ -143,7 +143,7 @@ class PromptProblem:
             self.ended = error
             return {}
         if new:
-            # The texts from which these prompts were written. Prompts that are proposed twice keep their first parent.
+            # The texts that these prompts were written from. Prompts that are proposed twice keep their first parent.
             self._parents.setdefault(_candidate_key({**candidate, **new}), dict(candidate))
         return new
 

@@ -158,7 +158,7 @@ def step_in_scope(
 
 def _report_parts(root: Any, names: Names) -> None:
     """Report the parts of the application to `cotune check`, which names parts that never run: agents with a model, and
-    the words with which an agent can end its team.
+    the words that an agent can end its team with.
     """
     episode = current_episode.get()
     if episode is None or episode.parts is None:

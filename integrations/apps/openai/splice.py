@@ -28,7 +28,7 @@ def replace_values(raw: bytes, old: Any, new: Any) -> bytes:
         if path in changes:
             spans.append((start, end, path))
     # `_value_spans` leaves out values whose path is ambiguous, for example below a key that stands twice in an object.
-    # If such a value has changed, the whole text is written again.
+    # If one of these values has changed, the whole text is written again.
     if {path for _, _, path in spans} != changes.keys():
         return msgspec.json.encode(new)
 

@@ -49,7 +49,7 @@ class Tracker:
         tracker: Any
         match tool:
             case "tensorboard":
-                # An interrupted run may have logged steps after the one from which it continues.
+                # An interrupted run may have logged steps after the one that it continues from.
                 purge_step = steps_done + 1 if earlier_id else None
                 tracker = tracking.TensorBoardTracker(tool, folder, purge_step=purge_step)
             case "wandb":

@@ -61,7 +61,7 @@ class Replies:
                 return text, {"role": "assistant", "content": text}, "malformed"
             return text, template_message, _finish_reason(template_message, HERMES if tools else None)
 
-        # Most tokenizers have no such template: read the reasoning and the calls by their marks.
+        # Most tokenizers have no template for this: read the reasoning and the calls by their marks.
         reader = self.format or HERMES
         reasoning, answer = split_reasoning(text, opened=self.opened(prompt))
         message: dict[str, Any] = {"role": "assistant", "content": answer, **_reasoning_field(reasoning)}

@@ -186,7 +186,7 @@ class _RefusalSearch:
 
     def _innermost_refused(self, root: Mapping[str, Any], reason: str) -> tuple[list[str], Mapping[str, Any], str]:
         """The innermost part that is refused by itself: its path, the part, and the reason. A part may be a definition
-        to which the schema refers. Its path then ends at the part with the reference.
+        that the schema refers to. Its path then ends at the part with the reference.
 
         `reason` is the reason why the whole schema is refused.
         """
@@ -353,7 +353,7 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
             f"{NOT_ENFORCEABLE}: {mixed_object}: patternProperties together with properties is not supported.",
             "Name all properties, or use patternProperties alone.",
         )
-    # Properties of an object may stand in different parts of an `allOf`, each of which must allow the others.
+    # Properties of an object may stand in different parts of an `allOf`, and each part must allow the others.
     combines_schemas = "allOf" in json.dumps(schema)
     closed = schema if combines_schemas else _close_objects(schema)
     if not isinstance(closed, Mapping):  # a schema may also be true or false

@@ -145,7 +145,7 @@ class EarlierIds:
             return None  # no message repeats a reply of the model
 
         # A reply of one meaning may have several texts. Render the prompt with marks instead of the repeated replies,
-        # and choose the texts with which the prompt begins like a path.
+        # and choose the texts that the prompt begins with like a path.
         positions = list(texts_of_reply)
         marked = template(_with_marks(messages, positions))
         chosen = _matching_texts(marked, list(texts_of_reply.values()), path_texts)

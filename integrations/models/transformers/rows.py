@@ -84,7 +84,7 @@ class Rows:
             "top_p": np.empty(0, np.float32),
             "min_p": np.empty(0, np.float32),
             "top": np.empty(0, np.int64),  # number of likeliest tokens to report at each position
-            # Of each drawn token, in the order in which they were drawn. There is space for 32 tokens at first.
+            # Of each drawn token, in the order of their drawing. There is space for 32 tokens at first.
             "token": np.empty((0, 32), np.int64),
             "logprob": np.empty((0, 32), np.float32),
         }

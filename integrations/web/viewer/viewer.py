@@ -68,7 +68,7 @@ class Viewer:
         self.prices = prices
         self.fields = fields
         self._first_pages: dict[str, Page] = {}
-        """Tab of a run -> the first of its pages, to which the tab leads."""
+        """Tab of a run -> the first of its pages, where the tab leads."""
         for page in pages:
             if page.tab and page.path.startswith("/run/{run}"):
                 self._first_pages.setdefault(page.tab, page)
