@@ -11,6 +11,7 @@ ends the run. A stopped run can be continued.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -75,13 +76,22 @@ def run_example(name: str, out: Path, *, evaluate: bool) -> Path:
 
 
 def conclude(run: Path) -> None:
-    """Print how the gap and the reward have changed over the run."""
+    """Print how the gap and the reward have changed over the run, and at last a line of JSON with these figures."""
     metrics = read_metrics(run)
     gaps = [figures["probe_gap_mean"] for step in metrics for figures in step["policies"].values()]
     print(f"{len(metrics)} steps, {len(gaps)} publications")
     print(f"gap of publications: mean {sum(gaps) / len(gaps):.4f}, largest {max(gaps):.4f}")
     rewards = [step["candidate_reward"] for step in metrics]
     print(f"reward of candidates: {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last")
+    figures = {
+        "steps": len(metrics),
+        "publications": len(gaps),
+        "mean_gap": sum(gaps) / len(gaps),
+        "largest_gap": max(gaps),
+        "first_reward": rewards[0],
+        "last_reward": rewards[-1],
+    }
+    print(json.dumps(figures))
 
 
 def main() -> None:
